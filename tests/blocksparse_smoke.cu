@@ -1,4 +1,5 @@
 // Block-sparse prefill in CUDA on a few small batches, without XLA: what the sanitizers run (make sanitize).
+// By the kernel of its own, and by attention's where lists name the keys.
 //
 // The batches reach all branches: tiles that are partial at either end, tokens of no sequence, sequences of
 // one query that are left out, rows of nothing, of more columns than a warp has lanes and of some that cannot
@@ -12,6 +13,8 @@
 #include <random>
 #include <utility>
 
+#include "attention/lists.h"
+#include "attention/sm90/forward/launch.h"
 #include "blocksparse/sm90/launch.h"
 #include "common/math.h"
 #include "smoke.h"
@@ -42,8 +45,55 @@ std::vector<Element> numbers(size_t count, std::mt19937& random) {
   return made;
 }
 
+// The same by attention's kernel. The parts of the log-sum-exp: [num_tokens, num_heads] of each.
+std::vector<float2> launch_by_lists(const blocksparse::PrefillParams& from, cudaStream_t stream,
+                                    const char* name) {
+  attention::ForwardParams params = {};
+  params.query = from.query, params.key = from.key, params.value = from.value;
+  const auto strides = [](int64_t rows, int heads, int dim) -> attention::Strides {
+    return {dim, int64_t{heads} * dim, rows * heads * dim};
+  };
+  params.query_strides = params.out_strides = strides(from.num_tokens, from.num_heads, kDim);
+  params.key_strides = params.value_strides = strides(from.num_key_tokens, from.num_kv_heads, kDim);
+  params.lse_strides = strides(from.num_tokens, from.num_heads, 1);
+  params.q_spans = {from.cu_q_lens, 1}, params.k_spans = {from.cu_k_lens, 1};
+  params.window = on_device(std::vector<int>{-1, 0});
+  params.scale = on_device(std::vector<float>{from.scale});
+  const size_t rows = size_t(from.num_tokens) * from.num_heads;
+  params.out = from.out, params.low = from.low;
+  params.lse = filled_with_nan<float>(rows), params.rest = filled_with_nan<float>(rows);
+  params.batch = 1, params.q_len = from.num_tokens, params.kv_len = from.num_key_tokens;
+  params.num_seqs = params.seqs_per_batch = from.num_seqs;
+  params.num_heads = params.num_kv_heads = from.num_heads, params.group = 1;
+  params.head_dim = params.value_dim = kDim;
+  params.ends_aligned = true;
+  params.skip_rows = from.skip_single;
+  params.heads_in_l2 = from.num_heads / from.num_kv_heads;
+  params.max_items =
+      (from.num_tokens / attention::kListedQueries + 2 * (from.num_seqs + 2)) * from.layout_heads;
+  params.counters = unwritten<attention::Counters>(1);
+  params.items = unwritten<attention::WorkItem>(params.max_items);
+  params.base2_lse = true;
+  params.element = from.element;
+  params.lists.blocks = from.columns, params.lists.row_pointers = from.row_pointers;
+  params.lists.batch = 1, params.lists.heads = from.layout_heads, params.lists.rows = from.num_rows;
+  params.lists.pitch = from.num_columns;
+  params.lists.q_shift = from.q_block_shift, params.lists.k_shift = from.block_shift;
+  params.lists.share = from.num_heads / from.num_kv_heads;
+  check(attention::sm90::launch_forward(params, stream));
+  check(cudaStreamSynchronize(stream), name);
+  const auto maxima = on_host(params.lse, rows), rests = on_host(params.rest, rows);
+  std::vector<float2> parts;
+  for (size_t i = 0; i < rows; ++i) {
+    // Where all of it is the rest, the maximum is none.
+    const bool whole = std::isnan(rests[i]) || rests[i] == -INFINITY;
+    parts.push_back(make_float2(whole ? 0.0f : maxima[i], rests[i]));
+  }
+  return parts;
+}
+
 template <typename Element>
-bool run(const Case& c, ElementType type, float tolerance) {
+bool run(const Case& c, ElementType type, float tolerance, bool by_lists) {
   std::mt19937 random(1);
   std::vector<int> cu_q = {0}, cu_k = {0};
   int longest = 1;
@@ -115,10 +165,15 @@ bool run(const Case& c, ElementType type, float tolerance) {
   params.scale = 0.09f;
   params.element = type;
   const cudaStream_t stream = stream_on_all_multiprocessors();
-  check(blocksparse::sm90::launch_prefill(params, stream));
-  check(cudaStreamSynchronize(stream), c.name);
+  std::vector<float2> parts;
+  if (by_lists) {
+    parts = launch_by_lists(params, stream, c.name);
+  } else {
+    check(blocksparse::sm90::launch_prefill(params, stream));
+    check(cudaStreamSynchronize(stream), c.name);
+    parts = on_host(params.lse, size_t(tokens) * c.heads);
+  }
   const auto got = on_host(out, query.size());
-  const auto parts = on_host(params.lse, size_t(tokens) * c.heads);
   std::vector<float> got_lse;
   for (const float2& lse : parts) {
     got_lse.push_back(lse.y == -INFINITY ? lse.y : lse.x * params.scale + lse.y * kLn2);
@@ -167,7 +222,8 @@ bool run(const Case& c, ElementType type, float tolerance) {
       }
     }
   }
-  std::printf("%s: %s, worst error %.1e\n", c.name, right ? "right" : "WRONG", worst);
+  std::printf("%s%s: %s, worst error %.1e\n", c.name, by_lists ? ", by lists" : "", right ? "right" : "WRONG",
+              worst);
   return right;
 }
 
@@ -184,8 +240,10 @@ int main() {
   };
   bool right = true;
   for (const Case& c : cases) {
-    right &= run<__nv_bfloat16>(c, ElementType::kBfloat16, 2e-2f);
-    right &= run<__half>(c, ElementType::kFloat16, 4e-3f);
+    for (const bool by_lists : {false, true}) {
+      right &= run<__nv_bfloat16>(c, ElementType::kBfloat16, 2e-2f, by_lists);
+      right &= run<__half>(c, ElementType::kFloat16, 4e-3f, by_lists);
+    }
   }
   return right ? 0 : 1;
 }

@@ -262,6 +262,7 @@ def calls() -> dict[str, Call]:
                 **dict.fromkeys(("q_len", "kv_len", "batch", "num_heads"), COUNT),
                 **dict.fromkeys(("block_q", "block_kv"), COUNT),
                 "exact": FLAG,
+                "max_partial": COUNT.or_none(),
             },
         ),
         "not_mask": Call(pallas_attn.not_mask, dict(mask=pallas_attn.mods.causal()), dict(mask=FUNCTION)),

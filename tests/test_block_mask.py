@@ -233,3 +233,45 @@ def test_refuses_sizes_in_words():
     ):
         with pytest.raises((TypeError, ValueError), match=f"block_mask: argument {words}"):
             mods.block_mask(mods.causal(), **sizes)
+
+
+@pytest.mark.parametrize("name", ["causal in documents", "by head", "everything"])
+def test_bits_say_which_pairs_meet(name):
+    """By where a warpgroup's threads hold them; of partial blocks alone, as the lists have them."""
+    found = mods.block_mask(
+        MASKS[name], q_len=300, kv_len=200, num_heads=2, block_q=128, block_kv=64, max_partial=20
+    )
+    heads = found.shape[1]
+    seen = np.zeros((heads, 384, 256), bool)
+    seen[:, :300, :200] = dense(MASKS[name], 1, heads, 300, 200)[0]
+    ends, order, first = (np.asarray(x)[0] for x in (*found.of_queries[::-2], found.bits.first))
+    words = np.asarray(found.bits.words).view(np.uint32)
+    thread, bit = np.arange(128)[:, None], np.arange(32)
+    at_query = thread // 32 * 16 + bit // 2 % 2 * 8 + thread % 32 // 4
+    at_key = bit // 4 * 8 + thread % 4 * 2 + bit % 2
+    looked_at = 0
+    for head, row in np.ndindex(*first.shape):
+        full, partial = ends[head, row]
+        for i, block in enumerate(order[head, row, full:partial]):
+            for half in range(2):
+                query, key = row * 128 + half * 64 + at_query, block * 64 + at_key
+                got = words[first[head, row] + i, half, 0][:, None] >> bit & 1
+                np.testing.assert_array_equal(got, seen[head, query, key])
+                looked_at += 1
+    assert looked_at > 4
+    assert found.bits.words.shape[0] == min(20, found.of_queries.order.size)
+
+
+def test_more_partial_blocks_than_are_to_be_kept():
+    sizes = dict(q_len=400, kv_len=400, max_partial=2)
+    with pytest.raises(
+        ValueError, match="'max_partial': expected at least 7, the blocks that are seen in part, got 2"
+    ):
+        mods.block_mask(mods.causal(), **sizes)
+    with pytest.raises(
+        ValueError, match="'max_partial': expected None where blocks are smaller than 128 queries"
+    ):
+        mods.block_mask(mods.causal(), **sizes, block_q=64)
+    kept = jax.jit(lambda ids: mods.block_mask(mods.documents(ids), **sizes).bits)(jnp.zeros(400, jnp.int32))
+    assert kept.words.shape == (2, 2, 2, 128)
+    np.testing.assert_array_equal(kept.first, [[[0, 1, 2, 3]]])

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from lowering import H100, abstract_mesh, lower_for_gpu
 from references.blocksparse_torch import blocksparse_attention as reference
 
 import pallas_attn
 from pallas_attn._call import dispatch
 from pallas_attn._tile import triton
-from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, builders
+from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, builders, cuda
 from pallas_attn.testing import compare
-from pallas_attn.testing.blocksparse import BlockSparseCase, layout_of, make
+from pallas_attn.testing.blocksparse import PHI3_SMALL, BlockSparseCase, layout_of, make
 
 gpu = pytest.mark.gpu
 # Tiles that are partial at either end, sequences without queries, without keys and with fewer keys than queries, single
@@ -31,8 +32,20 @@ CASES = [
     BlockSparseCase(((64, 64), (1, 1), (127, 127), (2, 130)) * 20, 2, 1, 128, 0.7, 128, 128),
     BlockSparseCase(((128 * 36, 128 * 36),), 1, 1, 128, 0.95, 128, 128),
 ]  # fmt: skip
+# What attention's kernel takes besides, of which lists name the keys.
+OF_LISTS = [
+    BlockSparseCase(MIXED, 4, 2, 64, 0.5, 64, 64, padding=200),
+    BlockSparseCase(((1500, 1500), (70, 900)), 4, 1, 128, PHI3_SMALL, 64, 64, dtype="float16", softcap=9.0),
+    BlockSparseCase(((700, 700),), 2, 1, 96, 0.5, 64, 256, softcap=30.0),
+    BlockSparseCase(((300, 900), (513, 513)), 2, 2, 256, 0.4, 128, 128),
+]
 LARGE = CASES[4]
 FIRST = triton.first_lowering()  # what serves where this kernel cannot
+
+
+@pytest.fixture(params=[False, True], ids=["own kernel", "lists"])
+def by_lists(request, monkeypatch):
+    monkeypatch.setattr(cuda, "BY_LISTS", request.param)
 
 
 def call(data, layout, **options):
@@ -49,14 +62,25 @@ def arrays(results):
 
 @gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_matches_reference(case):
-    data = make(case)
-    out, lse = call(data, layout_of(case))
+def test_matches_reference(case, by_lists):
+    check(case)
+
+
+@gpu
+@pytest.mark.parametrize("case", OF_LISTS, ids=lambda case: case.id)
+def test_lists_match_reference(case, monkeypatch):
+    monkeypatch.setattr(cuda, "BY_LISTS", True)
+    check(case)
+
+
+def check(case):
+    data, options = make(case), {"softcap": case.softcap}
+    out, lse = call(data, layout_of(case), **options)
     expected, expected_lse = reference(case, data)
     rounded, _ = reference(case, data, rounding=getattr(torch, case.dtype))
     compare.assert_rows_close(out, expected, dtype=case.dtype, case_id=case.id, rounded_reference=rounded)
     compare.assert_lse_close(lse, expected_lse, dtype=case.dtype, case_id=case.id)
-    again = call(data, layout_of(case))
+    again = call(data, layout_of(case), **options)
     for first, second in zip((out, lse), again, strict=True):
         np.testing.assert_array_equal(np.array(first), np.array(second))
 
@@ -73,7 +97,7 @@ def test_another_layout_is_caught(case):
 
 
 @gpu
-def test_rows_that_cannot_be_right_are_nan_and_no_others():
+def test_rows_that_cannot_be_right_are_nan_and_no_others(by_lists):
     case = dataclasses.replace(LARGE, lens=((1024, 1024),), pattern=1.0, q_block_size=128, block_size=128)
     data, layout = make(case), layout_of(case)
     good, good_lse = arrays(call(data, layout))
@@ -97,7 +121,7 @@ def test_rows_that_cannot_be_right_are_nan_and_no_others():
 
 
 @gpu
-def test_positions_beyond_the_layout_and_bad_lengths_are_nan():
+def test_positions_beyond_the_layout_and_bad_lengths_are_nan(by_lists):
     case = dataclasses.replace(LARGE, lens=((300, 300), (200, 200)), block_size=128, q_block_size=128)
     data = make(case)
     good, _ = arrays(call(data, layout_of(case)))
@@ -112,7 +136,7 @@ def test_positions_beyond_the_layout_and_bad_lengths_are_nan():
 
 
 @gpu
-def test_neighbours_do_not_matter():
+def test_neighbours_do_not_matter(by_lists):
     case = CASES[1]
     data = make(case)
     good, _ = arrays(call(data, layout_of(case)))
@@ -127,7 +151,7 @@ def test_neighbours_do_not_matter():
 
 
 @gpu
-def test_vmap_gives_what_calls_give():
+def test_vmap_gives_what_calls_give(by_lists):
     case = dataclasses.replace(CASES[0], lens=((200, 200), (60, 190)))
     data = make(case)
     layout, lengths = layout_of(case), data.lengths()
@@ -143,7 +167,7 @@ def test_vmap_gives_what_calls_give():
 
 
 @gpu
-def test_gradients_are_those_of_the_tiled_kernels():
+def test_gradients_are_those_of_the_tiled_kernels(by_lists):
     case = CASES[0]
     data = make(case)
     layout, lengths = layout_of(case), data.lengths()
@@ -177,3 +201,37 @@ def test_it_is_chosen_where_it_can_serve():
     assert chosen(dataclasses.replace(LARGE, lens=((1, 300), (1, 200)))) == FIRST
     assert chosen(dataclasses.replace(LARGE, lens=((64, 64),) * 9)) == FIRST
     assert chosen(dataclasses.replace(LARGE, page_size=16)) == FIRST
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "reason"),
+    [
+        ((128, 128, 128), {}, None),
+        ((64, 64, 64), {"softcap": 3.0}, None),
+        ((256, 64, 128), {}, None),
+        ((128, 128, 64), {}, "needs blocks of at least 128 queries and 64 keys, got 64 queries and 128 keys"),
+        ((128, 32, 128), {}, "needs blocks of at least 128 queries and 64 keys, got 128 queries and 32 keys"),
+        ((132, 128, 128), {}, "needs a head_dim of at most 256, a multiple of 8, got 132"),
+    ],
+    ids=str,
+)
+def test_what_lists_serve(monkeypatch, sizes, options, reason):
+    monkeypatch.setattr(cuda, "BY_LISTS", True)
+    monkeypatch.setitem(dispatch.installed, "cuda", lambda: None)
+    monkeypatch.setattr("pallas_attn._call.ffi.register", lambda: None)
+    dim, block_size, q_block_size = sizes
+    layout = builders.dense_causal(512, block_size=block_size, q_block_size=q_block_size)
+    ends = jnp.array([0, 300, 512], jnp.int32)
+
+    def attend(query, key, value):
+        options_of_call = dict(cu_q_lens=ends, cu_k_lens=ends, implementation="cuda", return_lse=True)
+        return pallas_attn.blocksparse_attention(query, key, value, layout, **options_of_call, **options)
+
+    arrays = [jax.ShapeDtypeStruct((512, heads, dim), jnp.bfloat16) for heads in (4, 2, 2)]
+    if reason is not None:
+        with abstract_mesh(H100), pytest.raises(ValueError, match=reason):
+            jax.eval_shape(attend, *arrays)
+        return
+    text = lower_for_gpu(attend, *arrays).as_text()
+    [line] = [line for line in text.splitlines() if "@pallas_attn_attention_lists_sm90(" in line]
+    assert f"block_q = {q_block_size}" in line

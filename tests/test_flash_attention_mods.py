@@ -384,7 +384,7 @@ def test_cuda_says_why_it_serves_none():
     rules = Rules("BTNH", 1.0, None, Band())
     sizes = Sizes(BATCH, KV_HEADS, HEADS // KV_HEADS, LONG, LONG)
     given = (
-        (None, mods.causal(), "has no mask_mod"),
+        (None, mods.causal(), "asks no mask_mod, but takes a block_mask that is made with max_partial"),
         (mods.soft_cap(1.0), None, "is compiled before a score_mod is known"),
     )
     for score_mod, mask_mod, words in given:

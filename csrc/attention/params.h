@@ -32,6 +32,7 @@ struct alignas(32) WorkItem {
   int first_key;  // key tiles [first_key, first_key + num_keys)
   int num_keys;
   int slot;  // of the partial result; negative: the tile's keys are not split
+  int head;  // whose lists are each head's own: the query head
 };
 
 // A tile whose keys are split, to be merged: its parts are in neighbouring slots.
@@ -52,6 +53,42 @@ struct Counters {
 enum class CacheType { kElement, kE4m3, kInt8 };
 
 constexpr int kMostSplits = 32;  // of a tile
+
+// Blocks of a sequence's keys, by their numbers: a list for every 1 << q_shift queries. Those that all of
+// these see whole stand first. Tiles are then of 128 queries of one head. Either of two forms:
+//
+//   a mask    list i has room for `pitch` blocks, of which `ends` says how many are seen whole, and how many
+//   at
+//             all; which query sees which key of the others is in `bits`
+//   a layout  a compressed sparse row matrix for each head, of `pitch` columns, ascending. Its rows go by
+//   where
+//             queries stand in their sequence. Attention is causal besides, so what is seen in part lies
+//             where the tile's own queries do, behind all else. Rows and columns of 64: two rows are united
+//             to the list of a tile
+struct UnitedRow {
+  int begin;  // of its head's entries
+  // Entries [0, whole) are seen by both halves of the tile, [past, count) lie at its queries' own positions.
+  int whole, past, count;
+  int bad;  // a bit for each half whose row cannot be right
+};
+// With an entry that is not seen by both: which half sees it, of 64 queries each.
+constexpr int kSeenByUpper = 1 << 29, kSeenByLower = 1 << 30, kBlockBits = kSeenByUpper - 1;
+
+struct KeyLists {
+  const int* blocks;  // [batch or 1, heads or 1, rows, pitch]; layout: [heads or 1, pitch]; null: no lists
+  const int* ends;    // [batch or 1, heads or 1, rows, 2]
+  const int*
+      first_bits;        // [batch or 1, heads or 1, rows]: the number that a list's first block has in `bits`
+  const uint32_t* bits;  // [max_bits, queries / 64, keys / 64, 128 threads], as they hold 64 x 64 scores
+  const int* row_pointers;  // [heads or 1, rows + 1]; null: a mask
+  int* united;              // scratch, of as many entries as `blocks` has; null: rows are not united
+  UnitedRow* united_row;    // scratch, [heads or 1, rows / 2, rounded up]
+  int batch, heads, rows;   // of the lists; 1: for all
+  int pitch, max_bits;
+  // log2 of a block's queries, at least 7 or, where rows are united, 6, and of its keys, at least 6.
+  int q_shift, k_shift;
+  int share;  // query heads of a KV head
+};
 
 struct ForwardParams {
   const void* query;  // head_dim elements a head
@@ -115,6 +152,9 @@ struct ForwardParams {
   bool base2_lse;
   ElementType element;
   CacheType cache;
+  // Of which keys there are lists, `num_kv_heads` and `group` are those of heads with lists of their own: all
+  // query heads, and 1.
+  KeyLists lists;
 };
 
 }  // namespace pallas_attn::attention

@@ -1,4 +1,4 @@
-// Named barriers, registers of a warpgroup and programmatic dependent launch.
+// Named barriers, registers and programmatic dependent launch.
 #pragma once
 
 #include <cstdint>
@@ -53,6 +53,12 @@ __device__ __forceinline__ int lane() {
   int index;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(index));
   return index;
+}
+
+// The same number, another one for all the compiler knows.
+__device__ __forceinline__ float another(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
 }
 
 // Moves registers between warpgroups; every warp of the warpgroup must execute it.

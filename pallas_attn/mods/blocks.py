@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call import sharding
-from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.checks import ArgumentChecker, is_traced
 from pallas_attn._call.sizes import ceil_div
+from pallas_attn.mods import bits as pairs
 from pallas_attn.mods import intervals
-from pallas_attn.mods.evaluate import evaluate
+from pallas_attn.mods.bits import Bits, Sizes
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY, Number, Program
 from pallas_attn.mods.simplify import within
 from pallas_attn.mods.trace import trace
@@ -24,9 +25,9 @@ from pallas_attn.mods.trace import trace
 FUNCTION = "block_mask"
 FULL, PARTIAL, EMPTY = range(3)
 SMALLEST, LARGEST = 16, 1024  # tokens of a block
+LEAST_OF_BITS = (128, 64)
+"""Queries and keys of a block whose pairs have bits."""
 LONGEST = 2**30
-TOGETHER = 2**20
-"""Pairs that are looked at in one step."""
 
 
 class Lists(NamedTuple):
@@ -49,6 +50,7 @@ class BlockMask:
     arrays: what the mask_mod captures.
     batch, num_heads: that it was made for, None where its mask_mod does not tell them apart.
     program, q_len, kv_len, block_q, block_kv: static, as are these two.
+    bits: of `max_partial` blocks that are seen in part, which query sees which key; or None.
     """
 
     of_queries: Lists
@@ -61,6 +63,7 @@ class BlockMask:
     kv_len: int
     block_q: int
     block_kv: int
+    bits: Bits | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -78,7 +81,7 @@ class BlockMask:
 
 jax.tree_util.register_dataclass(
     BlockMask,
-    data_fields=["of_queries", "of_keys", "arrays"],
+    data_fields=["of_queries", "of_keys", "arrays", "bits"],
     meta_fields=["program", "batch", "num_heads", "q_len", "kv_len", "block_q", "block_kv"],
 )
 
@@ -93,11 +96,13 @@ def block_mask(
     block_q: int = 128,
     block_kv: int = 128,
     exact: bool = True,
+    max_partial: int | None = None,
 ) -> BlockMask:
     """Which blocks of queries and keys a mask_mod leaves, for `flash_attention(block_mask=...)`.
 
     Works inside jit, where it is made of what the mask_mod captures, and shared by all layers that are given it. In
-    memory it takes 16 bytes a block, or 256 KB for each 16k x 16k and head; nothing of size q_len x kv_len is made.
+    memory it takes 16 bytes a block, or 256 KB for each 16k x 16k and head, and with `max_partial` an eighth of a byte
+    for each pair of so many blocks, 2 KB of one of 128 x 128; nothing of size q_len x kv_len is made.
 
     Args:
         mask_mod: a function (batch, head, q_idx, kv_idx) -> bool of int32 scalars: whether the query sees the key. It
@@ -108,6 +113,10 @@ def block_mask(
         exact: whether blocks that intervals leave open are looked at. False is quicker, and as exact where masks hang
             on places and on ids that ascend; where not, blocks that are empty or full may be visited as partial ones.
             `flash_attention(mask_mod=...)` does not look.
+        max_partial: for implementation "cuda", which cannot ask a mask_mod: of so many blocks that are seen in part, of
+            all heads, it is noted which query sees which key. Blocks are then of at least 128 queries and 64 keys.
+            With more such blocks than that, which outside jit is an error, queries of those beyond get NaN by "cuda".
+            Other implementations pay no attention to it.
 
     Raises:
         TypeError: a mask_mod that is no such function, or an argument of another type.
@@ -121,29 +130,36 @@ def block_mask(
         if value & (value - 1):
             check.fail(name, f"a power of two from {SMALLEST} to {LARGEST}", str(value))
     check.flag("exact", exact)
+    if max_partial is not None:
+        check.count("max_partial", max_partial, LONGEST)
+        if block_q < LEAST_OF_BITS[0] or block_kv < LEAST_OF_BITS[1]:
+            of_bits, got = (f"{q} queries and {kv} keys" for q, kv in (LEAST_OF_BITS, (block_q, block_kv)))
+            check.fail("max_partial", f"None where blocks are smaller than {of_bits}", f"one of {got}")
     traced = trace(FUNCTION, "mask_mod", mask_mod)
     sizes = Sizes(int(batch), int(num_heads), int(q_len), int(kv_len), int(block_q), int(block_kv))
-    return of_program(traced.program, traced.arrays, sizes, bool(exact))
+    made = of_program(traced.program, traced.arrays, sizes, bool(exact), max_partial)
+    if max_partial is not None and not is_traced(made.of_queries.ends):
+        full, partial = jnp.moveaxis(made.of_queries.ends, -1, 0)
+        if (number := int(jnp.sum(partial - full))) > max_partial:
+            check.fail(
+                "max_partial", f"at least {number}, the blocks that are seen in part", str(max_partial)
+            )
+    return made
 
 
-class Sizes(NamedTuple):
-    batch: int
-    num_heads: int
-    q_len: int
-    kv_len: int
-    block_q: int
-    block_kv: int
-
-    @property
-    def lengths(self) -> tuple[tuple[int, int], ...]:
-        return tuple(zip((BATCH, HEAD, QUERY, KEY), self[:4], strict=True))
-
-
-def of_program(program: Program, arrays: tuple[jax.Array, ...], sizes: Sizes, exact: bool) -> BlockMask:
+def of_program(
+    program: Program,
+    arrays: tuple[jax.Array, ...],
+    sizes: Sizes,
+    exact: bool,
+    max_partial: int | None = None,
+) -> BlockMask:
     # Of one sequence or head, what is left of a program no longer asks which it is.
     batch, heads = (size if which in program.used else None for which, size in sizes.lengths[:2])
     program = within(program, sizes.lengths)
-    of_queries, of_keys = _lists(arrays, program=program, sizes=sizes, exact=exact)
+    of_queries, of_keys, bits = _lists(
+        arrays, program=program, sizes=sizes, exact=exact, max_partial=max_partial
+    )
     return BlockMask(
         of_queries,
         of_keys,
@@ -155,15 +171,19 @@ def of_program(program: Program, arrays: tuple[jax.Array, ...], sizes: Sizes, ex
         sizes.kv_len,
         sizes.block_q,
         sizes.block_kv,
+        bits,
     )
 
 
-@functools.partial(jax.jit, static_argnames=("program", "sizes", "exact"))
+@functools.partial(jax.jit, static_argnames=("program", "sizes", "exact", "max_partial"))
 def _lists(
-    arrays: tuple[jax.Array, ...], *, program: Program, sizes: Sizes, exact: bool
-) -> tuple[Lists, Lists]:
+    arrays: tuple[jax.Array, ...], *, program: Program, sizes: Sizes, exact: bool, max_partial: int | None
+) -> tuple[Lists, Lists, Bits | None]:
     kinds = _kinds(program, arrays, sizes, exact)
-    return _ordered(kinds), _ordered(jnp.swapaxes(kinds, 2, 3))
+    bits = None
+    if max_partial is not None:
+        bits = pairs.of_partial(program, arrays, sizes, kinds == PARTIAL, max_partial)
+    return _ordered(kinds), _ordered(jnp.swapaxes(kinds, 2, 3)), bits
 
 
 def _ordered(kinds: jax.Array) -> Lists:
@@ -214,30 +234,16 @@ def _decided(
     program: Program, arrays: tuple[jax.Array, ...], sizes: Sizes, kinds: jax.Array, open_ones: jax.Array
 ) -> jax.Array:
     """With the blocks that are open looked at, some at a time."""
-    count = min(max(TOGETHER // (sizes.block_q * sizes.block_kv), 1), kinds.size)
+    count = min(sizes.together, kinds.size)
     number = jnp.sum(open_ones, dtype=jnp.int32)
     (places,) = jnp.nonzero(
         open_ones.ravel(), size=ceil_div(kinds.size, count) * count, fill_value=kinds.size
     )
-    query = jnp.arange(sizes.block_q, dtype=jnp.int32)[:, None]
-    key = jnp.arange(sizes.block_kv, dtype=jnp.int32)[None, :]
 
     def step(i: jax.Array, kinds: jax.Array) -> jax.Array:
         some = lax.dynamic_slice_in_dim(places, i * count, count)
-        batch, head, row, column = (
-            x.astype(jnp.int32)[:, None, None]
-            for x in jnp.unravel_index(jnp.minimum(some, kinds.size - 1), kinds.shape)
-        )
-        query_at, key_at = row * sizes.block_q + query, column * sizes.block_kv + key
-        real = (query_at < sizes.q_len) & (key_at < sizes.kv_len)
-        known = {
-            BATCH: batch,
-            HEAD: head,
-            QUERY: jnp.minimum(query_at, sizes.q_len - 1),
-            KEY: jnp.minimum(key_at, sizes.kv_len - 1),
-        }
-        (seen,) = evaluate(program, arrays, known)
-        seen = jnp.broadcast_to(seen, (count, sizes.block_q, sizes.block_kv))
+        inside = jnp.minimum(some, kinds.size - 1)
+        seen, real = pairs.seen_in_blocks(program, arrays, sizes, kinds.shape, inside)
         full, empty = jnp.all(seen & real, axis=(1, 2)), ~jnp.any(seen & real, axis=(1, 2))
         found = jnp.where(full, FULL, jnp.where(empty, EMPTY, PARTIAL)).astype(jnp.int8)
         return kinds.ravel().at[some].set(found, mode="drop").reshape(kinds.shape)

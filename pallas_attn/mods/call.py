@@ -9,6 +9,7 @@ from pallas_attn._call import symbolic
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.pools import table_tokens
 from pallas_attn.mods import blocks
+from pallas_attn.mods.bits import Bits
 from pallas_attn.mods.blocks import BlockMask, Lists
 from pallas_attn.mods.evaluate import stored
 from pallas_attn.mods.operands import Mods, is_float
@@ -62,6 +63,7 @@ def of_call(
         sequences=jnp.arange(sizes.batch, dtype=jnp.int32) if BATCH in used else None,
         of_queries=None if found is None else _by_group(found.of_queries, sizes),
         of_keys=None if found is None else _by_group(found.of_keys, sizes),
+        bits=None if found is None else _bits(found, sizes),
         score=score,
         mask=None if found is None else found.program,
         block=(BLOCK, BLOCK) if found is None else (found.block_q, found.block_kv),
@@ -178,11 +180,17 @@ def _mask(
 
 
 def _by_group(lists: Lists, sizes: Sizes) -> Lists:
+    return Lists(*(_in_groups(array, sizes) for array in lists))
+
+
+def _bits(found: BlockMask, sizes: Sizes) -> Bits | None:
+    if found.bits is None:
+        return None
+    return Bits(found.bits.words, _in_groups(found.bits.first, sizes))
+
+
+def _in_groups(array: jax.Array, sizes: Sizes) -> jax.Array:
     """With heads as two dimensions."""
-
-    def one(array: jax.Array) -> jax.Array:
-        batch, heads = array.shape[:2]
-        split = (1, 1) if heads == 1 else (sizes.num_kv_heads, sizes.group)
-        return array.reshape(batch, *split, *array.shape[2:])
-
-    return Lists(*map(one, lists))
+    batch, heads = array.shape[:2]
+    split = (1, 1) if heads == 1 else (sizes.num_kv_heads, sizes.group)
+    return array.reshape(batch, *split, *array.shape[2:])

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_attn._tile import masking, triton
 from pallas_attn._tile.rows import Rows
+from pallas_attn.mods.bits import Bits
 from pallas_attn.mods.blocks import Lists
 from pallas_attn.mods.evaluate import Read, Spread, Values, as_it_is, from_arrays, spread_tile
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY, SCORE, VARIABLES, Program, Step
@@ -26,6 +27,7 @@ class Mods:
     heads, sequences: [num_kv_heads, group], over pages [num_heads], and [batch]: the numbers that they have in the
         whole call, of which a device may have a share; None where no mod asks.
     of_queries, of_keys: where there is a mask of dense tokens; heads are two dimensions, as the call's.
+    bits: of the mask, for a kernel that cannot ask it.
     score, mask, block: static; what there is, and how many queries and keys are in a block of the lists.
     """
 
@@ -38,6 +40,7 @@ class Mods:
     score: Program | None
     mask: Program | None
     block: tuple[int, int]
+    bits: Bits | None = None
 
     def dims(self) -> list[str]:
         """Of the arrays, in words. Captured ones are whole on every device."""
@@ -47,6 +50,8 @@ class Mods:
         for lists in (self.of_queries, self.of_keys):
             if lists is not None:
                 words += [_list_dims(array) for array in lists]
+        if self.bits is not None:
+            words += [captured_dims(self.bits.words), _list_dims(self.bits.first)]
         return words
 
     @property
@@ -73,7 +78,7 @@ class Mods:
 
 jax.tree_util.register_dataclass(
     Mods,
-    data_fields=["fixed", "of_mask", "heads", "sequences", "of_queries", "of_keys"],
+    data_fields=["fixed", "of_mask", "heads", "sequences", "of_queries", "of_keys", "bits"],
     meta_fields=["score", "mask", "block"],
 )
 
@@ -98,7 +103,7 @@ def captured_dims(array: Any) -> str:
 def _list_dims(array: Any) -> str:
     kinds = ("seqs", "heads", "group")
     lead = ("one" if size == 1 else kind for size, kind in zip(array.shape[:3], kinds, strict=True))
-    return " ".join((*lead, "blocks", "listed"))
+    return " ".join((*lead, "blocks", "listed")[: array.ndim])
 
 
 @dataclasses.dataclass(frozen=True)

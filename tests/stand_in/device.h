@@ -268,6 +268,10 @@ template <typename T>
 T __shfl_xor_sync(unsigned, T v, int distance) {
   return stand_in::exchange(v, stand_in::lane() ^ distance);
 }
+inline int __shfl_up_sync(unsigned, int v, int distance) {
+  const int own = stand_in::lane();
+  return stand_in::exchange(v, own >= distance ? own - distance : own);
+}
 inline unsigned __ballot_sync(unsigned, bool flag) {
   unsigned lanes = 0;
   for (int i = 0; i < 32; ++i) lanes |= stand_in::exchange(static_cast<uint32_t>(flag), i) << i;
@@ -275,6 +279,21 @@ inline unsigned __ballot_sync(unsigned, bool flag) {
 }
 inline int __any_sync(unsigned lanes, int flag) { return __ballot_sync(lanes, flag != 0) != 0; }
 inline int __all_sync(unsigned lanes, int flag) { return __ballot_sync(lanes, flag == 0) == 0; }
+template <typename Op>
+int reduce(int v, Op op) {
+  int all = stand_in::exchange(v, 0);
+  for (int i = 1; i < 32; ++i) all = op(all, stand_in::exchange(v, i));
+  return all;
+}
+inline int __reduce_add_sync(unsigned, int v) {
+  return reduce(v, [](int a, int b) { return a + b; });
+}
+inline int __reduce_min_sync(unsigned, int v) {
+  return reduce(v, [](int a, int b) { return min(a, b); });
+}
+inline int __reduce_max_sync(unsigned, int v) {
+  return reduce(v, [](int a, int b) { return max(a, b); });
+}
 inline void __syncwarp() { stand_in::cta().warp[stand_in::warp()].wait(); }
 inline void __syncthreads() {
   stand_in::cta().named[0].size = stand_in::threads;
@@ -295,6 +314,11 @@ T __ldcg(const T* from) {
 inline int atomicAdd(int* to, int v) {
   const int before = *to;
   *to += v;
+  return before;
+}
+inline int atomicMin(int* to, int v) {
+  const int before = *to;
+  *to = min(before, v);
   return before;
 }
 inline float __fdividef(float a, float b) { return a / b; }

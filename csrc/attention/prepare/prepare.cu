@@ -1,3 +1,4 @@
+#include "attention/prepare/buckets.h"
 #include "attention/prepare/prepare.h"
 #include "attention/rules.h"
 #include "common/block_team.h"
@@ -6,12 +7,8 @@
 namespace pallas_attn::attention {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = kPrepareThreads;
 using Team = BlockTeam<kThreads, false>;
-
-// Work items are sorted by how many key tiles they have, up to kExact of them to the tile, beyond that
-// roughly: begun early they all are.
-constexpr int kBuckets = kThreads, kExact = 512, kRough = 16;
 
 // What a work item costs beside its key tiles, 1.5 us of a key tile's 1.56 us on an H100, and what merging
 // costs a call, in key tiles: that one is an estimate.
@@ -28,16 +25,6 @@ struct Scratch {
   int slots, split_tiles;
   int first_tile[];  // [sequences + 1]: tiles in front of each
 };
-
-// The longest first.
-__device__ int bucket_of(int keys) {
-  return kBuckets - 1 - (keys < kExact ? keys : min(kExact + (keys - kExact) / kRough, kBuckets - 1));
-}
-// The most keys that a bucket's tiles have, but for the first, which may have any number.
-__device__ int keys_of(int bucket) {
-  const int rank = kBuckets - 1 - bucket;
-  return rank < kExact ? rank : kExact + (rank - kExact + 1) * kRough - 1;
-}
 
 // Of a tile: no more than is reckoned with below, however long it is.
 __device__ int parts_of(int keys, int longest) { return max(ceil_div(min(keys, keys_of(0)), longest), 1); }
@@ -56,7 +43,7 @@ struct Batch {
 
   __device__ WorkItem item(const Window& window, int seq, int tile) const {
     const Sequence sequence(params, seq, num_seqs);
-    WorkItem item = {seq, tile * tiling.tokens, 0, 0, 0, -1};
+    WorkItem item = {seq, tile * tiling.tokens, 0, 0, 0, -1, -1};
     item.tokens = min(tiling.tokens, sequence.q_len - item.token);
     const int place = item.token + sequence.offset;
     const int begin = window.begin(place), end = window.end(place + item.tokens - 1, sequence.k_len);

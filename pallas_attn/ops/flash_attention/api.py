@@ -50,7 +50,8 @@ def _tiled(lowering: triton.Lowering) -> Implementation:
         for fn in (kernel.forward, tiled.backward, tiled.bias_gradient, captured.gradients)
     )
     supports = functools.partial(_supports, lowering=lowering)
-    return Implementation(gradients.padded(forward), supports, steps=_steps(*backward, takes_config=True))
+    steps = _steps(*backward, takes_config=True)
+    return Implementation(gradients.padded(forward), supports, prepare=gradients.without_bits, steps=steps)
 
 
 def _check_config(operands: Operands, config: FlashAttentionConfig | FlashAttentionCudaConfig) -> None:
@@ -79,6 +80,7 @@ OP = Op(
         "xla": Implementation(
             gradients.padded(reference.forward),
             takes_config=False,
+            prepare=gradients.without_bits,
             steps=_steps(reference.backward, reference.bias_gradient, reference.captured_gradients, False),
         ),
     },
@@ -204,8 +206,9 @@ def flash_attention(
         sinks: [num_heads]; a logit without a value that joins each head's softmax (and its lse). It has gradients.
         return_lse: also return the natural log-sum-exp of the logits; it has gradients.
         layout: "BTNH" as jax.nn has it, or "BNTH".
-        implementation: None (on an NVIDIA GPU pallas, or cuda where that is faster, xla elsewhere), "cuda" (sm_90;
-            16 bits without bias, mask or mods; gradients are the Pallas kernels', unless `config` says so), "pallas"
+        implementation: None (on an NVIDIA GPU pallas, or cuda where that is faster, xla elsewhere), "cuda" (sm_90; 16
+            bits without bias, mask or mods but for a block_mask made with `max_partial`, which None leaves to others;
+            gradients are the Pallas kernels', unless `config` says so), "pallas"
             (sm_80 or newer), "triton" (the same kernels by Triton itself, where Pallas cannot; the extra of that
             name), "xla" (anywhere) or "interpret" (the Pallas kernels run in Python, slow).
         config: tile sizes for "pallas", "triton" and "interpret", None takes the measured or the heuristic ones; or,

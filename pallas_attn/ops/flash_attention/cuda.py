@@ -2,15 +2,16 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._call import hopper_backward, hopper_forward, sharding
+from pallas_attn._call import hopper_backward, hopper_forward, hopper_lists, sharding
 from pallas_attn._call.checks import fail
 from pallas_attn._tile import low_bits, softmax
-from pallas_attn.mods.operands import refused_by_cuda
+from pallas_attn.mods.operands import Mods, refused_by_cuda
 from pallas_attn.ops.flash_attention.config import FlashAttentionCudaConfig
 from pallas_attn.ops.flash_attention.operands import BackwardOperands, Operands
 from pallas_attn.ops.flash_attention.problem import Problem
@@ -30,9 +31,20 @@ def unsupported(operands: Operands) -> str | None:
     for name, array in (("bias", operands.bias), ("mask", operands.mask)):
         if array is not None:
             return f"has no {name}"
-    if (reason := refused_by_cuda(operands.mods)) is not None:
-        return reason
-    problem = Problem.of(operands)
+    problem, mods = Problem.of(operands), operands.mods
+    if mods is not None and mods.score is not None:
+        return refused_by_cuda(mods)
+    if mods is not None:
+        if mods.bits is None:
+            return "asks no mask_mod, but takes a block_mask that is made with max_partial"
+        return hopper_lists.unsupported(
+            operands.query.dtype,
+            (problem.head_dim, problem.value_dim),
+            mods.block,
+            queries=problem.batch * problem.q_len,
+            num_heads=problem.num_kv_heads * problem.group,
+            num_seqs=None,
+        )
     tiles = problem.q_len * problem.q_len * problem.group // 128
     if operands.q_documents is not None and tiles > MOST_TILES:
         return f"takes fewer tokens where there are documents, got {problem.q_len}"
@@ -42,6 +54,8 @@ def unsupported(operands: Operands) -> str | None:
 
 def is_slower(operands: Operands) -> bool:
     """Whether the tiled kernel is as fast, or nothing is known."""
+    if operands.mods is not None:
+        return True
     problem = Problem.of(operands)
     pairs = math.prod(problem.lse_shape) * problem.kv_len
     return pairs < (FEW_PAIRS if problem.widest >= WIDE_HEADS else FEW_NARROW_PAIRS)
@@ -49,6 +63,8 @@ def is_slower(operands: Operands) -> bool:
 
 def backward_unsupported(operands: Operands) -> str | None:
     """Of what `unsupported` leaves: the reason the CUDA kernel cannot serve its gradients, or None."""
+    if operands.mods is not None:
+        return "takes no block_mask"
     problem = Problem.of(operands)
     return hopper_backward.unsupported(problem.head_dim, problem.value_dim)
 
@@ -80,26 +96,36 @@ def forward(operands: Operands, *, keep: bool = False) -> tuple[jax.Array, ...]:
     heads_first = rules.layout == "BNTH"
     at = 1 if heads_first else 2  # of the query's KV heads, and behind them their groups
     whole = query.reshape(*query.shape[:at], problem.num_kv_heads * problem.group, *query.shape[at + 2 :])
-    sinks = operands.sinks
-    sees = [-1 if bound is None else min(bound, 2**31 - 1) for bound in (rules.band.left, rules.band.right)]
+    sinks = None if operands.sinks is None else softmax.finite_sink(operands.sinks).reshape(-1)
     keep = keep and low_bits.are_lost(query.dtype)
-    out, lse, *kept = hopper_forward.forward(
-        whole,
-        operands.key,
-        operands.value,
-        _sequences(operands),
-        window=jnp.array(sees, jnp.int32),
+    options: dict[str, Any] = dict(
         scale=jnp.full(1, rules.scale, jnp.float32),
         softcap=rules.softcap,
-        sinks=None if sinks is None else softmax.finite_sink(sinks).reshape(-1),
-        q_offset=rules.band.offset,
-        query_heads_first=heads_first,
-        key_heads_first=heads_first,
+        sinks=sinks,
         lse_heads_first=True,
-        base2_lse=True,
-        sinks_without_keys=True,
         keep=keep,
     )
+    if operands.mods is not None:
+        out, lse, *kept = hopper_lists.forward(
+            whole, operands.key, operands.value, _lists(operands.mods), heads_first=heads_first, **options
+        )
+    else:
+        sees = [
+            -1 if bound is None else min(bound, 2**31 - 1) for bound in (rules.band.left, rules.band.right)
+        ]
+        out, lse, *kept = hopper_forward.forward(
+            whole,
+            operands.key,
+            operands.value,
+            _sequences(operands),
+            window=jnp.array(sees, jnp.int32),
+            q_offset=rules.band.offset,
+            query_heads_first=heads_first,
+            key_heads_first=heads_first,
+            base2_lse=True,
+            sinks_without_keys=True,
+            **options,
+        )
 
     def split(array: jax.Array) -> jax.Array:
         return array.reshape(*query.shape[:-1], problem.value_dim)
@@ -141,6 +167,18 @@ def backward(operands: BackwardOperands) -> tuple[jax.Array, jax.Array, jax.Arra
     )
     gradients = d_query.reshape(operands.query.shape), d_key, d_value
     return sharding.vary(gradients, sharding.varying_axes(operands))
+
+
+def _lists(mods: Mods) -> hopper_lists.OfMask:
+    assert mods.of_queries is not None
+    assert mods.bits is not None
+
+    def of_heads(array: jax.Array) -> jax.Array:
+        return array.reshape(array.shape[0], -1, *array.shape[3:])
+
+    order, _, ends = mods.of_queries
+    first = of_heads(mods.bits.first)
+    return hopper_lists.OfMask(of_heads(order), of_heads(ends), first, mods.bits.words, *mods.block)
 
 
 def _sequences(operands: Operands) -> hopper_forward.Sequences:

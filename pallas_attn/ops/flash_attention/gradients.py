@@ -66,7 +66,7 @@ def _gradients(
         d_out = jnp.where(blind[..., None], 0, d_out)
     # A query that sees nothing has logits of -inf alone, and weights of 0 whatever is taken off.
     maximum, rest = map(softmax.finite, lse)
-    given = vars(dataclasses.replace(operands, padding=None))
+    given = vars(dataclasses.replace(without_bits(operands), padding=None))
     backward = BackwardOperands(
         **given, d_out=d_out, maximum=maximum, rest=rest, delta=found.delta, total=found.total
     )
@@ -94,6 +94,13 @@ def _gradients(
             asked=tuple(i for i in range(len(captured)) if f"captured.{i}" in asked),
         )
     return gradients
+
+
+def without_bits(operands: Operands) -> Operands:
+    """For kernels that ask a mask, and need not be told."""
+    if operands.mods is None or operands.mods.bits is None:
+        return operands
+    return dataclasses.replace(operands, mods=dataclasses.replace(operands.mods, bits=None))
 
 
 def padded(forward: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:

@@ -21,6 +21,8 @@ inline int lane() { return stand_in::lane(); }
 inline int block_x() { return static_cast<int>(blockIdx.x); }
 inline int block_z() { return static_cast<int>(blockIdx.z); }
 
+inline float another(float x) { return x; }
+
 template <int kCount>
 void raise_registers() {}
 template <int kCount>

@@ -21,8 +21,8 @@ enum class Role { kKeys, kValues };
 constexpr int kManyThreads = 512;  // with which each begins with 128 registers
 
 // Who brings keys and values to shared memory: the copy engine; threads, where pages are too short for its
-// boxes; or threads that convert them.
-enum class Feed { kEngine, kGathered, kConverted };
+// boxes; threads that convert them; or the copy engine, blocks that a list names.
+enum class Feed { kEngine, kGathered, kConverted, kListed };
 constexpr int kHandWarps = 2;  // of threads that do so, for keys, and as many for values
 
 // How a warp of these goes about its rows of a key tile in a cache of bytes: 16 at a time.
@@ -44,6 +44,8 @@ template <int kDim_, int kValueDim_, int kKeys_, int kMath_, int kQuerySlots_, i
           int kValueStages_, Feed kFeed_ = Feed::kEngine>
 struct ShapeOf {
   static constexpr Feed kFeed = kFeed_;
+  static constexpr bool kListed = kFeed == Feed::kListed;
+  static constexpr bool kByHand = kFeed == Feed::kGathered || kFeed == Feed::kConverted;
   static constexpr int kDim = kDim_, kValueDim = kValueDim_, kKeys = kKeys_;
   static constexpr int kMath = kMath_;  // math warpgroups
   static constexpr int kRows = kMath * kFragmentRows;
@@ -54,12 +56,12 @@ struct ShapeOf {
   static constexpr int kConsumerThreads = kMath * kWarpgroupThreads;
   static constexpr int kConsumerWarps = kConsumerThreads / 32;
   // One that scouts and has the copy engine load; beside it one of threads that load.
-  static constexpr int kFeeders = kFeed == Feed::kEngine ? 1 : 2;
+  static constexpr int kFeeders = kByHand ? 2 : 1;
   static constexpr int kThreads = kConsumerThreads + kFeeders * kWarpgroupThreads;
   // A thread's registers: those of the whole CTA are dealt anew between the roles.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kFeederRegisters = kFeed != Feed::kEngine ? 32 : kValueDim > 192 ? 56 : 72;
-  static constexpr int kHandRegisters = kFeed == Feed::kEngine ? 0 : kFeed == Feed::kConverted ? 64 : 48;
+  static constexpr int kFeederRegisters = kByHand ? 32 : kValueDim > 192 ? 56 : 72;
+  static constexpr int kHandRegisters = !kByHand ? 0 : kFeed == Feed::kConverted ? 64 : 48;
   static constexpr int kConsumerRegisters =
       ((kMath + kFeeders) * kLaunchRegisters - kFeederRegisters - kHandRegisters) / kMath / 8 * 8;
 
@@ -68,6 +70,7 @@ struct ShapeOf {
       ShapeOf<kDim, kValueDim, kKeys, kMath, kQuerySlots, kKeyStages, kValueStages, Feed::kGathered>;
   using Converted = ShapeOf<kDim, kValueDim, kDim == 192 ? 96 : kKeys, kMath, kQuerySlots,
                             kDim == 64 ? kKeyStages : 2, kValueStages, Feed::kConverted>;
+  using Listed = ShapeOf<kDim, kValueDim, kKeys, kMath, kQuerySlots, kKeyStages, kValueStages, Feed::kListed>;
 };
 
 // What was tried beside these is on the kernel's page.

@@ -9,6 +9,7 @@
 
 #include "attention/rules.h"
 #include "attention/sm90/forward/documents.h"
+#include "attention/sm90/forward/list_entries.h"
 #include "attention/sm90/forward/logits.h"
 #include "attention/sm90/forward/smem_plan.h"
 #include "attention/sm90/forward/softmax.h"
@@ -27,10 +28,13 @@ enum NamedBarrier {
   kTurn = 2,  // to issue products, of the first warpgroup, and one more of the second
 };
 
+struct Nothing {};
+
 template <typename Element, typename Shape, Form kForm>
 class Consumer {
  public:
   using Plan = SmemPlan<Shape>;
+  using Told = typename Plan::Told;
 
   __device__ Consumer(const ForwardParams& params, Plan& smem, int warpgroup, int thread)
       : params_(params),
@@ -50,6 +54,7 @@ class Consumer {
     take_turn();
     issue_scores();
     pass_turn();
+    ask_for_pairs(smem_.tiles[told_]);
     finish_scores<0>();
     begin(smem_.tiles[told_]);
     float rescale[kRowsPerThread];
@@ -76,7 +81,7 @@ class Consumer {
   __device__ __forceinline__ void walk_ahead(float (&rescale)[kRowsPerThread]) {
     bool first = true;  // of the tile's products with values
     while (true) {
-      const Tile& tile = smem_.tiles[told_];
+      const Told& tile = smem_.tiles[told_];
       const bool leaves = key_ == last_key_;
       int scored = told_;
       if (leaves) {
@@ -91,6 +96,11 @@ class Consumer {
       issue_scores();
       issue_values(first);
       pass_turn();
+      if (leaves) {
+        ask_for_pairs(smem_.tiles[scored]);
+      } else {
+        ask_for_pairs(smem_.tiles[scored], key_ - 1);
+      }
       finish_scores<1>();
       const RowState ended = state_;
       if (leaves) {
@@ -109,7 +119,7 @@ class Consumer {
       if (moved) multiply_rows(rO_, rescale);
       first = leaves;
     }
-    const Tile& tile = smem_.tiles[told_];
+    const Told& tile = smem_.tiles[told_];
     prepare_values(tile);
     issue_values(first);
     finish_values();
@@ -120,7 +130,7 @@ class Consumer {
   // is waited for beside the last product, and the next tile's first runs beside the store.
   __device__ __forceinline__ void walk(float (&rescale)[kRowsPerThread]) {
     while (true) {
-      const Tile& tile = smem_.tiles[told_];
+      const Told& tile = smem_.tiles[told_];
       bool first = true;
       for (; key_ > last_key_; first = false) {
         prepare_values(tile);
@@ -128,6 +138,7 @@ class Consumer {
         issue_scores();
         issue_values(first);
         pass_turn();
+        ask_for_pairs(tile, key_ - 1);
         finish_scores<1>();
         --key_;
         shape(tile);
@@ -151,6 +162,7 @@ class Consumer {
       take_turn();
       issue_scores();
       pass_turn();
+      ask_for_pairs(smem_.tiles[next]);
       store(tile, state_);
       finish_scores<0>();
       begin(smem_.tiles[next]);
@@ -175,7 +187,7 @@ class Consumer {
   }
 
   // With the scores of a tile's first key tile, which is its last.
-  __device__ __forceinline__ void begin(const Tile& tile) {
+  __device__ __forceinline__ void begin(const Told& tile) {
     state_.reset();
     settled_ = false;
     last_key_ = uniform(tile.first_key);
@@ -186,7 +198,10 @@ class Consumer {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       const int row = warpgroup_ * kFragmentRows + at_.row(i);
-      if (!is_answered<kForm>(params_, tile, group_, row)) state_.maximum[i] = NAN;
+      bool counts = is_answered<kForm>(params_, tile, group_, row);
+      // What comes of a maximum of NaN is NaN.
+      if constexpr (Shape::kListed) counts &= (tile.bad >> half_of(tile, i) & 1) == 0;
+      if (!counts) state_.maximum[i] = NAN;
     }
     if constexpr (kScaledTiles) factor_ = factor_of(tile);
   }
@@ -202,7 +217,7 @@ class Consumer {
 
   // Whether other documents' keys lie between the tile's.
   static __device__ __forceinline__ bool is_mixed(const Tile& tile) {
-    return kForm == Form::kFull && tile.k_rank >= 0;
+    return kForm == Form::kFull && !Shape::kListed && tile.k_rank >= 0;
   }
 
   // Whether all of the tile's queries see all of the key tile.
@@ -210,11 +225,36 @@ class Consumer {
     return __builtin_expect(key_ >= open_begin_ && key_ < open_end_, true);
   }
 
+  // Which pairs of a key tile count, where bits say it: on their way while its scores are.
+  __device__ __forceinline__ void ask_for_pairs(const Told& tile, int key) {
+    if constexpr (Shape::kListed) {
+      if (key < tile.open_end) return;
+      if (params_.lists.bits != nullptr) pairs_.look_up(params_.lists, tile, key, warpgroup_, thread_);
+      if (params_.lists.united != nullptr) {
+        pairs_.look_up_rows(params_.lists, tile, key, {half_of(tile, 0), half_of(tile, 1)});
+      }
+    }
+  }
+  // Which of two united rows the thread's row i is of.
+  __device__ __forceinline__ int half_of(const Told& tile, int i) const {
+    return warpgroup_ * kFragmentRows + at_.row(i) >= tile.upper_rows;
+  }
+  __device__ __forceinline__ void ask_for_pairs(const Told& tile) { ask_for_pairs(tile, tile.num_keys - 1); }
+
   // Scores become logits; those that do not count, -inf.
-  __device__ __forceinline__ void shape(const Tile& tile) {
+  __device__ __forceinline__ void shape(const Told& tile) {
     if (__builtin_expect(!shaped_ && is_open(), true)) return;
-    const Rows rows(params_, tile, window_, group_, warpgroup_ * kFragmentRows, at_);
+    Rows rows(params_, tile, window_, group_, warpgroup_ * kFragmentRows, at_);
     if (shaped_) shape_logits(rS_, params_, scale_of(tile), at_, key_ * kKeys, rows);
+    if constexpr (Shape::kListed) {
+      if (params_.lists.bits != nullptr) {
+        if (!is_open()) pairs_.mask_others(rS_);
+        return;
+      }
+      if (params_.lists.united != nullptr && !is_open()) pairs_.mask_other_rows(rS_);
+#pragma unroll
+      for (int& end : rows.end) end = max(end, tile.past_keys);
+    }
     if (!is_open()) mask_outside(rS_, at_, key_ * kKeys, rows);
     if (is_mixed(tile)) own_keys(tile).mask_others(rS_, at_);
   }
@@ -385,6 +425,7 @@ class Consumer {
   int key_, last_key_, open_begin_, open_end_;
   float scale_, factor_;
   bool settled_;  // of its rows' maxima
+  std::conditional_t<Shape::kListed, SeenPairs<kKeys>, Nothing> pairs_;
   RowState state_;
   float rS_[accumulators(kKeys)];
   float rO_[accumulators(Shape::kValueDim)];

@@ -69,7 +69,7 @@ __device__ __forceinline__ void load_tiles(Plan& smem, int lane, Loader&& loader
   for (int told = 0;; told = next_told(told)) {
     ptx::mbarrier_wait(&smem.told.full[told][0], phases.full(told));
     phases.advance(told);
-    const Tile& tile = smem.tiles[told];
+    const auto& tile = smem.tiles[told];
     if (tile.kv_head < 0) return;
     loader.load(tile);
     __syncwarp();

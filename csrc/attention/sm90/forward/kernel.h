@@ -6,6 +6,7 @@
 #include "attention/sm90/forward/consumer.h"
 #include "attention/sm90/forward/converter.h"
 #include "attention/sm90/forward/gatherer.h"
+#include "attention/sm90/forward/list_loader.h"
 #include "attention/sm90/forward/loader.h"
 #include "attention/sm90/forward/scout.h"
 #include "ptx/control.h"
@@ -15,18 +16,21 @@ namespace pallas_attn::attention::sm90 {
 // Who fills the buffers of keys, or of values.
 template <typename Element, typename Shape, Role kRole>
 struct FillersOf {
-  static constexpr int kWarps = Shape::kFeed == Feed::kEngine ? 1 : kHandWarps;
+  static constexpr int kWarps = Shape::kByHand ? kHandWarps : 1;
   using Hand = std::conditional_t<Shape::kFeed == Feed::kGathered, Gatherer<Shape, kRole>,
                                   Converter<Element, Shape, kRole>>;
 
   static __host__ __device__ constexpr int writers() {
-    if constexpr (Shape::kFeed == Feed::kEngine) {
-      return 1;
-    } else {
+    if constexpr (Shape::kByHand) {
       return Hand::kWriters;
+    } else {
+      return 1;
     }
   }
 };
+
+template <typename Shape, Role kRole>
+using EngineOf = std::conditional_t<Shape::kListed, ListLoader<Shape, kRole>, Loader<Shape, kRole>>;
 
 template <typename Element, typename Shape>
 __device__ __forceinline__ void init_barriers(SmemPlan<Shape>& smem) {
@@ -48,7 +52,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (threadIdx.x == 0) {
     init_barriers<Element, Shape>(smem);
     ptx::tma_prefetch_descriptor(&maps.query);
-    if constexpr (Shape::kFeed == Feed::kEngine) {
+    if constexpr (!Shape::kByHand) {
       ptx::tma_prefetch_descriptor(&maps.key);
       ptx::tma_prefetch_descriptor(&maps.value);
     }
@@ -68,13 +72,13 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (role == Shape::kMath) {
     ptx::lower_registers<Shape::kFeederRegisters>();
     if (warp == kScout) Scout<Shape>(params, maps, boxes, smem, lane).work();
-    if constexpr (Shape::kFeed == Feed::kEngine) {
-      using Keys = Loader<Shape, Role::kKeys>;
-      using Values = Loader<Shape, Role::kValues>;
+    if constexpr (!Shape::kByHand) {
+      using Keys = EngineOf<Shape, Role::kKeys>;
+      using Values = EngineOf<Shape, Role::kValues>;
       if (warp == kKeyLoader) load_tiles(smem, lane, Keys(params, maps, boxes, smem, lane));
       if (warp == kValueLoader) load_tiles(smem, lane, Values(params, maps, boxes, smem, lane));
     }
-  } else if constexpr (Shape::kFeed != Feed::kEngine) {
+  } else if constexpr (Shape::kByHand) {
     ptx::lower_registers<Shape::kHandRegisters>();
     using Keys = typename FillersOf<Element, Shape, Role::kKeys>::Hand;
     using Values = typename FillersOf<Element, Shape, Role::kValues>::Hand;

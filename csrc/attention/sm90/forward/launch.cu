@@ -10,11 +10,15 @@ int tile_rows(int head_dim, int value_dim) {
 
 LaunchStatus launch_forward(const ForwardParams& params, cudaStream_t stream) {
   const LaunchStatus none = {cudaErrorInvalidValue, "no kernel has heads of this size"};
-  return with_shape(params.head_dim, params.value_dim, none, [&](auto shape) {
+  const auto launch = [&](auto shape) {
     using Shape = decltype(shape);
     return params.element == ElementType::kBfloat16 ? launch_bfloat16<Shape>(params, stream)
                                                     : launch_float16<Shape>(params, stream);
-  });
+  };
+  if (params.lists.blocks != nullptr) {
+    return with_listed_shape(params.head_dim, params.value_dim, none, launch);
+  }
+  return with_shape(params.head_dim, params.value_dim, none, launch);
 }
 
 }  // namespace pallas_attn::attention::sm90

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "attention/merge/merge.h"
+#include "attention/prepare/lists.h"
 #include "attention/prepare/prepare.h"
 #include "attention/sm90/forward/kernel.h"
 #include "attention/sm90/tensor_tile.h"
@@ -23,6 +24,7 @@ Boxes boxes_of(const ForwardParams& params) {
   const int tokens = Shape::kRows / params.group;
   const int query_bytes = Shape::kPieces * tokens * params.group * kRowBytes;
   if (Shape::kFeed == Feed::kGathered) return {0, query_bytes};
+  if (Shape::kListed) return {std::min(Shape::kKeys, 1 << params.lists.k_shift), query_bytes};
   if (params.block_tables == nullptr || Shape::kFeed == Feed::kConverted) return {Shape::kKeys, query_bytes};
   const int most = params.new_key == nullptr ? Shape::kKeys : kMostJoinedRows;
   return {std::gcd(most, params.page_size), query_bytes};
@@ -49,6 +51,7 @@ LaunchStatus encode_maps(const ForwardParams& params, const Boxes& boxes, Maps* 
   const bool paged = params.block_tables != nullptr;
   const int tokens = paged ? params.page_size : params.kv_len;
   const int batch = paged ? params.num_pages : params.batch;
+  const int heads = Shape::kListed ? params.num_kv_heads / params.lists.share : params.num_kv_heads;
   const int rows = boxes.rows;
   LaunchStatus status = encode_tensor_map(
       tile_of("query", params.query, params.query_strides, params.head_dim, params.num_heads, params.q_len,
@@ -56,13 +59,13 @@ LaunchStatus encode_maps(const ForwardParams& params, const Boxes& boxes, Maps* 
       kElement, &maps->query);
   if (!status.ok() || Shape::kFeed == Feed::kGathered) return status;
   if (Shape::kFeed == Feed::kConverted) return encode_row_maps<Element>(params, rows, maps);
-  status = encode_tensor_map(tile_of("key", params.key, params.key_strides, params.head_dim,
-                                     params.num_kv_heads, tokens, batch, 1, rows),
-                             kElement, &maps->key);
+  status = encode_tensor_map(
+      tile_of("key", params.key, params.key_strides, params.head_dim, heads, tokens, batch, 1, rows),
+      kElement, &maps->key);
   if (!status.ok()) return status;
-  status = encode_tensor_map(tile_of("value", params.value, params.value_strides, params.value_dim,
-                                     params.num_kv_heads, tokens, batch, 1, rows),
-                             kElement, &maps->value);
+  status = encode_tensor_map(
+      tile_of("value", params.value, params.value_strides, params.value_dim, heads, tokens, batch, 1, rows),
+      kElement, &maps->value);
   return status.ok() ? encode_row_maps<Element>(params, rows, maps) : status;
 }
 
@@ -83,7 +86,9 @@ LaunchStatus launch_fed(const ForwardParams& params, cudaStream_t stream) {
   Maps maps;
   status = encode_maps<Element, Shape>(params, boxes, &maps);
   const Tiling tiling = {Shape::kRows / params.group, Shape::kKeys, num_sms};
-  if (status.ok()) status = launch_prepare(params, tiling, stream);
+  if (status.ok()) {
+    status = Shape::kListed ? launch_prepare_lists(params, stream) : launch_prepare(params, tiling, stream);
+  }
   if (!status.ok()) return status;
   const int blocks =
       static_cast<int>(std::min<int64_t>(num_sms, int64_t{params.max_items} * params.num_kv_heads));
@@ -108,6 +113,16 @@ LaunchStatus launch_instance(const ForwardParams& params, cudaStream_t stream) {
   if (full) return launch_fed<Element, Shape, Form::kFull>(params, stream);
   return with_feed<Shape>(
       params, [&](auto shape) { return launch_fed<Element, decltype(shape), Form::kUsual>(params, stream); });
+}
+
+// In one form, which has what gradients need and is not slower for it; but for fp16, where that is to sum
+// probabilities as they are rounded.
+template <typename Element, typename Shape>
+LaunchStatus launch_listed(const ForwardParams& params, cudaStream_t stream) {
+  if constexpr (std::is_same_v<Element, __half>) {
+    if (params.rest == nullptr) return launch_fed<Element, Shape, Form::kUsual>(params, stream);
+  }
+  return launch_fed<Element, Shape, Form::kFull>(params, stream);
 }
 
 }  // namespace pallas_attn::attention::sm90

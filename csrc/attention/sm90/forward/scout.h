@@ -11,6 +11,7 @@
 
 #include "attention/rules.h"
 #include "attention/sm90/forward/documents.h"
+#include "attention/sm90/forward/list_entries.h"
 #include "attention/sm90/forward/maps.h"
 #include "attention/sm90/forward/smem_plan.h"
 #include "ptx/cache.h"
@@ -24,6 +25,7 @@ template <typename Shape>
 class Scout {
  public:
   using Plan = SmemPlan<Shape>;
+  using Told = typename Plan::Told;
 
   __device__ Scout(const ForwardParams& params, const Maps& maps, const Boxes& boxes, Plan& smem, int lane)
       : params_(params), maps_(maps), boxes_(boxes), smem_(smem), lane_(lane) {}
@@ -33,7 +35,9 @@ class Scout {
     // Written by the kernel in front, so not through the cache for constants.
     const int items = __ldcg(&params_.counters->items);
     const int together = __ldcg(&params_.counters->heads_together);
-    const int total = items * params_.num_kv_heads;
+    // Where heads have lists of their own, work items are of one head.
+    const bool of_heads = Shape::kListed && params_.lists.heads > 1;
+    const int total = of_heads ? items : items * params_.num_kv_heads;
     const int num_seqs = num_seqs_now(params_);
     const Window window(params_);
     Phases<kToldTiles> told_phases;
@@ -43,7 +47,7 @@ class Scout {
       // On its way while this tile is looked at.
       int taken = 0;
       if (lane_ == 0) taken = ptx::fetch_and_increment(&params_.counters->taken);
-      Tile tile;
+      Told tile;
       tile.kv_head = -1;
       if (index >= total || find(index, items, together, num_seqs, window, tile)) {
         ptx::mbarrier_wait(&smem_.told.empty[told][0], told_phases.empty(told));
@@ -69,10 +73,20 @@ class Scout {
  private:
   // Whether there is something to compute.
   __device__ bool find(int index, int items, int together, int num_seqs, const Window& window,
-                       Tile& tile) const {
+                       Told& tile) const {
     const int turn = index / together;
     const WorkItem item = load_item(params_.items + turn % items);
     tile.kv_head = turn / items * together + index % together;
+    if constexpr (Shape::kListed) {
+      return find_listed(item, num_seqs, tile);
+    } else {
+      return find_in_line(item, num_seqs, window, tile);
+    }
+  }
+
+  // All keys from the first to the last that is seen.
+  __device__ __forceinline__ bool find_in_line(const WorkItem& item, int num_seqs, const Window& window,
+                                               Tile& tile) const {
     const Sequence seq(params_, item.seq, num_seqs);
     tile.batch = seq.batch;
     tile.token = seq.q_begin + item.token;
@@ -105,6 +119,27 @@ class Scout {
     return true;
   }
 
+  __device__ __forceinline__ bool find_listed(const WorkItem& item, int num_seqs, ListedTile& tile) const {
+    ListedSequence seq(params_, item.seq, num_seqs);
+    if (params_.lists.heads > 1) tile.kv_head = item.head;
+    tile.batch = seq.batch;
+    tile.token = seq.q_begin + item.token;
+    tile.tokens = item.tokens;
+    tile.place = item.token + seq.offset;
+    tile.seq = item.seq;
+    tile.k_begin = seq.k_begin;
+    tile.first_key = tile.num_keys = tile.seen_begin = tile.in_pages = 0;
+    tile.slot = tile.q_rank = tile.k_rank = -1;
+    tile.scale = __ldg(params_.scale);
+    tile.value_scale = 1.0f;
+    if (seq.k_len > 0 && tile.place >= 0) {
+      seq.bad = !find_keys<Shape::kKeys>(params_, seq, lane_, tile);
+      if (!seq.bad && tile.num_keys > 0) return true;
+    }
+    answer_nothing(tile, seq);
+    return false;
+  }
+
   static __device__ float head_scale(const float* scales, bool of_keys, const Tile& tile) {
     return scales == nullptr || of_keys ? 1.0f : __ldg(scales + tile.kv_head);
   }
@@ -112,7 +147,7 @@ class Scout {
   static __device__ __forceinline__ WorkItem load_item(const WorkItem* from) {
     const int4* words = reinterpret_cast<const int4*>(from);
     const int4 low = __ldcg(words), high = __ldcg(words + 1);
-    return {low.x, low.y, low.z, low.w, high.x, high.y};
+    return {low.x, low.y, low.z, low.w, high.x, high.y, high.z};
   }
 
   __device__ void load_query(const Tile& tile, int slot) const {

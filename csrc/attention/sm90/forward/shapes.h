@@ -18,4 +18,14 @@ Result with_shape(int head_dim, int value_dim, Result none, Visit visit) {
   return none;
 }
 
+// The same for keys of which there are lists: of fewer shapes, for what they serve is rarer.
+template <typename Visit, typename Result>
+Result with_listed_shape(int head_dim, int value_dim, Result none, Visit visit) {
+  const int widest = head_dim > value_dim ? head_dim : value_dim;
+  if (widest <= 64) return visit(Shape64::Listed{});
+  if (widest <= 128) return visit(Shape128::Listed{});
+  if (widest <= 256) return visit(Shape256::Listed{});
+  return none;
+}
+
 }  // namespace pallas_attn::attention::sm90

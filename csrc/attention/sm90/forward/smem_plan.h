@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/sm90/forward/config.h"
 #include "sm90/ring.h"
@@ -39,6 +40,18 @@ struct Tile {
   // Where not all queries (keys) between its first and last are the document's: the rank of those that are;
   // else negative.
   int q_rank, k_rank;
+};
+
+// The same where keys are blocks of a list: key tiles count through what it names, end to end. Key
+// `whole_keys` of these is the first of a block that is not seen whole by all, key `past_keys` the first at
+// the queries' own places. Where those stand in for bits, `place`, `k_len` and what is seen count likewise.
+struct ListedTile : Tile {
+  const int* blocks;
+  int num_blocks, whole_keys, past_keys;
+  // Of two rows that are united: how many queries are of the upper one, and a bit for each that cannot be
+  // right.
+  int upper_rows, bad;
+  const uint32_t* bits;  // of the first block that is seen in part, the tile's first 64 queries; or null
 };
 
 // What threads have copied of keys in a cache of bytes, or of values, before they convert it: two batches of
@@ -73,7 +86,8 @@ struct alignas(1024) SmemPlan {
 
   RawKeysAndValues<Shape, Shape::kFeed> raw;
 
-  Tile tiles[kToldTiles];
+  using Told = std::conditional_t<Shape::kListed, ListedTile, Tile>;
+  Told tiles[kToldTiles];
   Ring<kToldTiles, 1, 1> told;
   Ring<Shape::kQuerySlots, 1, 1> queries;
   Ring<Shape::kKeyStages, 1, 1> keys;

@@ -7,6 +7,7 @@
 #include "attention/row_result.h"
 #include "attention/sm90/forward/documents.h"
 #include "attention/sm90/forward/smem_plan.h"
+#include "ptx/control.h"
 #include "sm90/fragment.h"
 #include "sm90/online_softmax.h"
 
@@ -80,9 +81,8 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params, const Ti
       });
       if (step * 16 < columns) *reinterpret_cast<uint2*>(out + step * 16) = v;
       if (kForm == Form::kFull && params.low != nullptr) {
-        // Another factor for all the compiler knows: products with it are made again, and take no registers.
-        float again = factor;
-        asm volatile("" : "+f"(again));
+        // Products with it are made again, and take no registers.
+        const float again = ptx::another(factor);
         const uint2 bits = four_neighbours(rO, i, step, odd, [&](float left, float right) {
           return lower_pair<Element>(left * again, right * again);
         });
