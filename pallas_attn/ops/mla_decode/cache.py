@@ -31,8 +31,9 @@ class PagedLatentCache:
     """What `PagedKVCache` is to keys and values, for the one pool of `mla_decode`.
 
     Layer `l` owns pages [l * num_pages, (l + 1) * num_pages) of the pool, and every layer uses the same
-    `shared_tables`: `layer_tables(l)` are the block tables that ops want. See `PagedKVCache` for prompts, chunks and decoding
-    (here by `mla_decode` with ``causal=True``), for how sequences join and leave, and for what a `layer` may be.
+    `shared_tables`: `layer_tables(l)` are the block tables that ops want. See `PagedKVCache` for prompts, chunks and
+    decoding (here by `mla_decode` with ``causal=True``), for how sequences join and leave, and for what a `layer` may
+    be.
 
     Fields:
         latent_cache: [num_layers * num_pages, page_size, 1, 576]: 512 latent, then 64 rotary elements a token; or
