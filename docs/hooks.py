@@ -1,7 +1,7 @@
 """Brings the pages that lie beside what they tell of, without a copy: the nav names them by their paths.
 
 A link is written as it is right in the repository. Here it leads to the same page on the site; what has no page,
-such as a source file, is shown by its path.
+such as a source file, is shown by its path. A public name leads to its place in the reference.
 """
 
 import os
@@ -15,6 +15,10 @@ ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs/pages"
 LINK = re.compile(r"(!?)\[([^]\n]*)\]\(([^)#:\s]*)(#[^)\s]*)?\)")
 CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
+REFERENCE = re.compile(r"^::: (pallas_attn\.(\w+))$", re.MULTILINE)
+# Where a name is no mention: headings, links, listings.
+ELSEWHERE = re.compile(r"(<h\d.*?</h\d>|<a\b.*?</a>|<pre.*?</pre>)", re.DOTALL)
+NAME = re.compile(r"<code>(?:pallas_attn\.)?(\w+)</code>")
 # What a browser would fetch by itself from somewhere else.
 FETCHED = re.compile(
     r'<(?:script|img|iframe)[^>]+src="?(?:https?:)?//|<link[^>]+rel="?(?:style|icon|pre)[^>]+href="?(?:https?:)?//'
@@ -60,6 +64,26 @@ def on_page_markdown(markdown, page, config, files):
 
     parts = CODE.split(markdown)
     return "".join(part if part.startswith("`") else LINK.sub(moved, part) for part in parts)
+
+
+def on_page_content(html, page, config, files):
+    """Every mention in the reference is a link, elsewhere the first of each name."""
+    here = page.file.src_uri
+    places = {
+        name: f"{os.path.relpath(file.url, os.path.dirname(page.file.url) or '.')}#{whole}"
+        for file in files.documentation_pages()
+        if file.src_uri.startswith("api/")
+        for whole, name in REFERENCE.findall(file.content_string)
+        if name[0].isupper() or "_" in name
+    }
+
+    def linked(mention: re.Match) -> str:
+        name = mention[1]
+        place = places.get(name) if here.startswith("api/") else places.pop(name, None)
+        return f'<a href="{place}">{mention[0]}</a>' if place else mention[0]
+
+    parts = ELSEWHERE.split(html)
+    return "".join(part if ELSEWHERE.fullmatch(part) else NAME.sub(linked, part) for part in parts)
 
 
 def on_post_page(output, page, config):

@@ -59,6 +59,24 @@ def test_a_link_leads_to_the_page_on_the_site(site, page, link, leads):
     assert shown(site, page, link) == leads
 
 
+def test_a_public_name_leads_to_the_reference(site):
+    """Every mention in the reference, elsewhere the first; no heading, link, listing or word that is also a name."""
+    config, files = site
+
+    def of(page: str, html: str) -> str:
+        return hooks.on_page_content(
+            html, types.SimpleNamespace(file=files.get_file_from_path(page)), config, files
+        )
+
+    name = "<code>write_kv</code>"
+    for page, place in (("csrc/mla/README.md", "../../api/caches.html"), ("api/serving.md", "caches.html")):
+        link = f'<a href="{place}#pallas_attn.write_kv">{name}</a>'
+        assert of(page, name) == link
+        assert of(page, name + name) == link + (link if page.startswith("api/") else name)
+    for html in (f"<h2>{name}</h2>", f"<a href=x>{name}</a>", f"<pre>{name}</pre>", "<code>compat</code>"):
+        assert of("index.md", html) == html
+
+
 @pytest.mark.parametrize(
     "text", ['<script src="https://x/y.js">', "<img src=//x/y>", '<link rel="stylesheet" href="https://x">']
 )

@@ -43,8 +43,8 @@ class Lists(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockMask:
-    """A mask_mod with the blocks that it leaves; made by `block_mask`, inside jit too, and shared by as many calls as
-    there are. A pytree.
+    """A mask_mod with the blocks that it leaves; made by `block_mask`, inside jit too, and shared by any number of
+    calls. A pytree.
 
     of_queries, of_keys: which keys' blocks each block of queries sees, and the other way round.
     arrays: what the mask_mod captures.
@@ -110,9 +110,9 @@ def block_mask(
         q_len, kv_len: of the calls that it is for.
         batch, num_heads: likewise. They matter where the mask_mod uses its `batch` or `head`.
         block_q, block_kv: tokens of a block, powers of two from 16 to 1024. A kernel's tiles lie within blocks.
-        exact: whether blocks that intervals leave open are looked at. False is quicker, and as exact where masks hang
-            on places and on ids that ascend; where not, blocks that are empty or full may be visited as partial ones.
-            `flash_attention(mask_mod=...)` does not look.
+        exact: whether blocks that intervals leave open are looked at. False is quicker, and as exact where masks depend
+            on positions and on ascending ids; elsewhere blocks that are empty or full may be visited as partial ones.
+            `flash_attention(mask_mod=...)` uses False.
         max_partial: for implementation "cuda", which cannot ask a mask_mod: of so many blocks that are seen in part, of
             all heads, it is noted which query sees which key. Blocks are then of at least 128 queries and 64 keys.
             With more such blocks than that, which outside jit is an error, queries of those beyond get NaN by "cuda".

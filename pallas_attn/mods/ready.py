@@ -85,7 +85,7 @@ def dilated(step: int, left: int) -> MaskMod:
 
 
 def neighborhood(width: int, height: int, kernel: int) -> MaskMod:
-    """Of an image's rows one behind the other: the `kernel` x `kernel` pixels around, moved inside at the edges
+    """For an image, row by row: each pixel sees the `kernel` x `kernel` pixels around it, moved inside at the edges
     (Hassani et al., NATTEN, 2022). `kernel` is odd, and at most the image's sides."""
     half = kernel // 2
 
@@ -97,8 +97,8 @@ def neighborhood(width: int, height: int, kernel: int) -> MaskMod:
 
 
 def block_diffusion(length: int, block: int) -> MaskMod:
-    """Of `length` noised tokens followed by the clean ones: a noised block sees itself and the clean blocks before it,
-    a clean one the clean ones up to itself (Arriola et al., 2025)."""
+    """For `length` noised tokens followed by the clean ones: a noised block sees itself and the clean blocks before it,
+    a clean block the clean ones up to itself (Arriola et al., 2025)."""
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         own, other = (q % length) // block, (k % length) // block

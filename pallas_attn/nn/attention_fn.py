@@ -34,16 +34,18 @@ def attention_fn(
     """`pallas_attn.dot_product_attention` as `attention_fn` of `nnx.MultiHeadAttention` and
     `linen.MultiHeadDotProductAttention`.
 
-    Linen hands a function those options alone that are in its signature, and drops the others in silence. All of them
-    are here, so that what has no counterpart is refused: dropout of attention weights, and `sow_weights`, since the
-    weights are in no memory.
+    Linen passes only the options in a function's signature, and drops the others in silence. All of them are here, so
+    that those without a counterpart are refused: dropout of attention weights, and `sow_weights`, since the weights are
+    never in memory.
 
     Args:
         query, key, value: [batch, tokens, heads, head_dim]; brought to `dtype`, or to the one they promote to.
-        bias, mask: as of `dot_product_attention`; a mask of numbers, as `make_causal_mask` makes, counts where not 0.
-        dropout_rate: 0, or any where `deterministic` is True; `dropout_rng` and `broadcast_dropout` then mean nothing.
+        bias, mask: as of `dot_product_attention`; numbers in a mask, as `make_causal_mask` gives, count as True where
+            not 0.
+        dropout_rate: 0, or any number where `deterministic` is True; `dropout_rng` and `broadcast_dropout` are then
+            ignored.
         dtype: of the computation and of the result.
-        precision, force_fp32_for_softmax: whatever they are, float32 is not rounded, and the softmax is float32.
+        precision, force_fp32_for_softmax: any; float32 is never rounded, and the softmax is float32.
         module, qk_attn_weights_einsum, attn_weights_value_einsum: None.
         is_causal: query i sees keys up to i.
         implementation: of `flash_attention`; bind it with `functools.partial`.

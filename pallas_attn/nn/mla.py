@@ -99,7 +99,7 @@ class MultiHeadLatentAttention(nnx.Module):
         config: sizes.
         dtype: of weights and activations, bfloat16, float16 or float32: the cache's, unless that is fp8.
         implementation: which implementation of `mla_decode`, `mla_prefill` and `sparse_mla_decode` to force; None picks
-            the best. "cuda", which `mla_prefill` has not, is None to it.
+            the best. `mla_prefill` takes "cuda" as None.
         batch_invariant: a token's attention has the same bits, given the same query and latents, whatever else is in
             the batch, and in whichever form and chunks its sequence came: `mla_decode(batch_invariant=True)` serves
             each token by itself, in the absorbed form. Neither with "cuda" nor with "xla", nor with indices. The

@@ -24,7 +24,7 @@ class PagedAttention(nnx.Module):
 
     Writing goes through `pallas_attn.write_kv`, a token of each sequence through `pallas_attn.paged_attention` (Kwon et
     al. 2023, see there), and everything else, prompts and chunks of them among tokens of answers, through
-    `pallas_attn.ragged_paged_attention`. There are no gradients on a GPU, but with implementation "xla".
+    `pallas_attn.ragged_paged_attention`. On a GPU only implementation "xla" has gradients.
 
     Args:
         scale: factor of the scores before the softmax, above 0; ``None`` means ``head_dim ** -0.5``.

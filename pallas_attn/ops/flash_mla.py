@@ -68,8 +68,8 @@ def get_mla_metadata(
         cache_seqlens: [batch_size] int32.
         num_heads_per_head_k: query rows per KV head, seq_len_q * num_heads_q // num_heads_k.
         num_heads_k: KV heads.
-        num_heads_q, is_fp8_kvcache, topk: of FlashMLA's function since it has sparse attention; nothing hangs on them
-            here, where fp8 latents are scheduled as others, and ids without metadata.
+        num_heads_q, is_fp8_kvcache, topk: of FlashMLA's function since it has sparse attention; ignored here, where fp8
+            latents are scheduled as others, and ids need no metadata.
 
     Returns:
         tile_scheduler_metadata [num_sm_parts, 8] int32 and num_splits [batch_size + 1] int32, described in
@@ -119,7 +119,7 @@ def flash_mla_with_kvcache(
         cache_seqlens: [batch_size] int32; with indices it is not used.
         head_dim_v: 512.
         tile_scheduler_metadata, num_splits: from `get_mla_metadata` for these lengths, or both None: then each call
-            deals the work itself. With indices they are not used.
+            makes its own. With indices they are not used.
         softmax_scale: factor of the logits; None means 576 ** -0.5.
         causal: whether query token i sees only the tokens up to its own; False with indices.
         is_fp8_kvcache: whether k_cache is in the 656 bytes of `quantize_latents`.

@@ -150,11 +150,11 @@ def blocksparse_attention(
     """Causal attention over the blocks of keys that `layout` lists for each head and each block of queries.
 
     Sequences of any lengths are laid end to end. Each brings its newest q_len tokens as queries: all of them (prefill),
-    one (decode), or a chunk in between, mixed in one batch. Positions are absolute: a query's row of the layout follows
-    from where it stands in its sequence. Works inside jit, vmap, scan, checkpoint and shard_map; lengths and tables
-    are never read by the host. Softmax and accumulation are float32; the same inputs and config give the same bits,
-    gradients too: nothing is summed in an order that may change. Keys in rows have gradients, first ones, in reverse
-    mode; keys in pages have them from "xla" alone, which has second ones, too.
+    one (decode), or a chunk in between, mixed in one batch. Positions are absolute: a query's position in its sequence
+    gives its row of the layout. Works inside jit, vmap, scan, checkpoint and shard_map; lengths and tables are never
+    read by the host. Softmax and accumulation are float32; the same inputs and config give the same bits, gradients
+    too: nothing is summed in an order that may change. Keys in rows have first derivatives in reverse mode. Keys in
+    pages have gradients only by "xla", which has second derivatives too.
 
     Args:
         query: [num_tokens, num_heads, head_dim]; bf16, fp16 or float32, head_dim up to 256 on the GPU. Tokens behind
@@ -163,11 +163,11 @@ def blocksparse_attention(
             `block_tables`, pools of pages as of `paged_attention`. num_heads is a multiple of num_kv_heads. What no
             sequence holds may be NaN, and so may a KV head's elements of blocks that none of its query heads sees.
         layout: a `SparseLayout` of num_heads heads, or of one for all, and of at least the longest sequence.
-        cu_q_lens: [num_seqs + 1] int32, where each sequence's queries begin, from 0 (what stands first is taken for
-            0), and the last one's end. None where all sequences decode (as many queries as sequences) or all prefill
-            (as many queries as keys in rows); where it might be either, it is asked for. A sequence's queries beyond
-            its number of keys, the oldest, see nothing. Where a traced array descends, no token is anyone's: out is 0
-            and lse -inf; one whose values are known is refused.
+        cu_q_lens: [num_seqs + 1] int32, where each sequence's queries begin, from 0 (the first entry counts as 0), and
+            the last one's end. None where all sequences decode (as many queries as sequences) or all prefill (as many
+            queries as keys in rows); if it might be either, an error asks for it. A sequence's queries beyond its
+            number of keys, the oldest, see nothing. An array that descends is refused where its values are known; a
+            traced one gives out 0 and lse -inf for all tokens.
         cu_k_lens: [num_seqs + 1] int32, the same for keys in rows; where a traced one descends, rows of the sequences
             whose keys would end before they begin are NaN.
         block_tables, seq_lens: [num_seqs, max_pages] and [num_seqs] int32 for keys in pages, in place of cu_k_lens; the
@@ -185,12 +185,12 @@ def blocksparse_attention(
         residual_checkpoint_name: as of `flash_attention`, for implementations other than "xla".
 
     Returns:
-        out in query's shape and dtype; with return_lse, also lse [num_tokens, num_heads], float32.
-        A query that sees no block has out 0 and lse -inf. What cannot be right makes NaN, in its own rows: a row of the
-        layout that points outside or whose blocks do not ascend (such a layout is refused where its values are known),
-        a position beyond the layout's last row, a page id in use outside the pool, lengths outside of keys or table.
-        So are the gradients of such queries. Of keys and values, those that such a row lists are NaN by kernels, all of
-        a KV head where one of its heads' row pointers do not ascend; "xla" leaves such rows out.
+        out in query's shape and dtype; with return_lse, also lse [num_tokens, num_heads], float32. A query that sees no
+        block has out 0 and lse -inf. Invalid inputs give NaN, in their own rows: a row of the layout that points
+        outside or whose blocks do not ascend (such a layout is refused where its values are known), a position beyond
+        the layout's last row, a page id in use outside the pool, lengths outside of keys or table. The gradients of
+        such queries are NaN too. By kernels so are those of the keys and values that such a row lists, and of all keys
+        of a KV head if the row pointers of one of its heads do not ascend; "xla" leaves such rows out.
 
     Sharded over a mesh, outside shard_map, a call is partitioned over KV heads; keys' and values' tokens, or pages, are
     whole on every device.

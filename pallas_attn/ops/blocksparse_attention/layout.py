@@ -31,7 +31,7 @@ class SparseLayout:
     block_size, q_block_size: tokens of a column and of a row, powers of two from 16 to 2**30.
 
     A layout serves sequences of up to `max_len` tokens, of any number and lengths. The builders (see builders.py) make
-    valid ones; for arrays of other origin `check` says what is wrong.
+    valid ones; `check` says what is wrong with others.
     """
 
     row_pointers: Any

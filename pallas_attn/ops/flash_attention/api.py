@@ -156,25 +156,26 @@ def flash_attention(
     config: FlashAttentionConfig | FlashAttentionCudaConfig | None = None,
     residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention of dense queries over dense keys and values, with gradients, in memory that grows with their number.
+    """Attention of dense queries over dense keys and values, with gradients, in memory linear in their number.
 
-    Nothing of size q_len x kv_len is made, forward or backward, but what the caller brings (`bias`, `mask`, which are
-    spread over the keys where they have q_len rows of one element). Softmax and accumulation are float32; the same
+    Nothing of size q_len x kv_len is made, forward or backward, except by the caller (`bias` and `mask`, which are
+    broadcast over the keys where they have q_len rows of one element). Softmax and accumulation are float32; the same
     inputs and config give the same bits, gradients too: nothing is summed in an order that may change. 16-bit gradients
     of keys or values that share an offset are as exact as of others. Works inside jit, scan, vmap, checkpoint and
     shard_map; there are first derivatives in reverse mode (jax.grad, jax.vjp), by "xla" second ones too, and none in
-    forward mode (jax.jvp, jax.hessian, jax.linear_transpose): under jit, and of linear_transpose always, it is JAX that
-    says so, of a custom_vjp function. All options combine. Keys and values that `causal` and `sliding_window` hide from
-    every query may hold anything, NaN included; what some query sees must be finite, or its neighbours may get NaN too.
+    forward mode (jax.jvp, jax.hessian, jax.linear_transpose). Under jit, and for linear_transpose always, the error is
+    JAX's own, about a custom_vjp function. All options combine. Keys and values that `causal` and `sliding_window` hide
+    from every query may hold anything, NaN included; what some query sees must be finite, or its neighbours may get NaN
+    too.
 
     Args:
         query, key, value: [batch, q_len, num_heads, head_dim], [batch, kv_len, num_kv_heads, head_dim] and
             [batch, kv_len, num_kv_heads, value_dim]; with `layout` "BNTH" heads come before tokens. One dtype: bf16,
             fp16 or float32 (whose products are not rounded to TF32). num_heads is a multiple of num_kv_heads; query
             head h uses KV head h // (num_heads / num_kv_heads). head_dim and value_dim are each up to 256 on the GPU.
-        bias: [batch or 1, num_heads or 1, q_len or 1, kv_len or 1], added to the logits after the soft cap; bf16,
-            fp16 or float32. It has gradients. Logits are float32, so in a row whose biases are all around -1e6 or less
-            they have lost what tells its keys apart: softmax and gradients are those of the rounded logits, as in
+        bias: [batch or 1, num_heads or 1, q_len or 1, kv_len or 1], added to the logits after the soft cap; bf16, fp16
+            or float32. It has gradients. Logits are float32: in a row whose biases are all around -1e6 or less,
+            rounding hides the differences between keys. Softmax and gradients are those of the rounded logits, as in
             jax.nn, where finfo(float32).min everywhere makes all keys equal. -inf and `mask` say that a key is not
             seen; a query that sees none has 0.
         mask: bool, of the same shapes; a query sees a key where it is True. Masked keys and values must be finite.
@@ -187,20 +188,20 @@ def flash_attention(
         mask_mod: a function (batch, head, q_idx, kv_idx) -> bool, likewise; a query sees a key where it is True. Blocks
             of 128 x 128 that it empties are not visited; keys and values of others must be finite. It is joined with
             `causal` and `sliding_window`, and takes the place of documents.
-        block_mask: instead of `mask_mod`, what `block_mask` has made of one, once for many calls.
-        segment_ids: int32 [batch, tokens], or a pair of such for queries and keys: a query sees the keys of its own
-            id. Documents packed one behind the other, each with an id, are then worked on one by one: neither outputs
-            nor gradients of one change in a single bit when another's contents do, be it to NaN; and what lies between
-            other documents costs no time. Any order of ids is right, ascending ones, each in one place, are fast.
-        cu_q_lens: [num_seqs + 1] int32, instead of segment_ids: batch is 1, and document i has tokens
-            [cu_q_lens[i], cu_q_lens[i + 1]). Tokens beyond the last are padding: out 0, lse -inf, with sinks too, and
-            no gradient from or to them, whatever they hold. So are all tokens if a traced array descends; one whose
-            values are known is refused.
+        block_mask: in place of `mask_mod`, the result of `block_mask`, made once for many calls.
+        segment_ids: int32 [batch, tokens], or a pair of such for queries and keys: a query sees the keys of its own id.
+            Packed documents, each with an id, are then served one by one: outputs and gradients of one do not change in
+            a single bit when another's contents do, even to NaN, and pairs of different documents cost no time. Any
+            order of ids is right; contiguous documents with ascending ids are fast.
+        cu_q_lens: [num_seqs + 1] int32, instead of segment_ids: batch is 1, and document i has tokens [cu_q_lens[i],
+            cu_q_lens[i + 1]). Tokens beyond the last are padding: out 0, lse -inf, with sinks too, and no gradient from
+            or to them, whatever they hold. An array that descends is refused where its values are known; a traced one
+            makes all tokens padding.
         causal: query i sees keys up to i + q_offset.
         sliding_window: an int w >= 1: query i sees the keys less than w away from i + q_offset, on both sides; with
             `causal`, the newest w up to itself. Or (left, right), each >= 0 or None for no bound: keys from
             i + q_offset - left to i + q_offset + right.
-        q_offset: place of query 0 among the keys; kv_len - q_len makes the last query stand at the last key.
+        q_offset: position of query 0 among the keys; kv_len - q_len puts the last query at the last key.
         scale: factor of the logits, a number above 0; None means head_dim ** -0.5.
         softcap: logits become softcap * tanh(logits / softcap); a number above 0 and up to 1e30, or None.
         sinks: [num_heads]; a logit without a value that joins each head's softmax (and its lse). It has gradients.
@@ -213,14 +214,14 @@ def flash_attention(
             name), "xla" (anywhere) or "interpret" (the Pallas kernels run in Python, slow).
         config: tile sizes for "pallas", "triton" and "interpret", None takes the measured or the heuristic ones; or,
             for "cuda", a FlashAttentionCudaConfig, which says whose gradients are.
-        residual_checkpoint_name: under which jax.checkpoint's policies know what the backward pass needs of the forward
-            pass: with `jax.checkpoint_policies.save_only_these_names(name)` the forward kernel runs once, and out, lse
-            and a byte for each element of a 16-bit out are kept. None: a policy knows nothing of them.
+        residual_checkpoint_name: the name by which jax.checkpoint's policies know what the backward pass needs of the
+            forward pass: with `jax.checkpoint_policies.save_only_these_names(name)` the forward kernel runs once, and
+            out, lse and a byte for each element of a 16-bit out are kept. None: they have no name.
 
     Returns:
         out, of query's shape with value_dim, in query's dtype; with return_lse, also lse, of query's shape without
-        head_dim, float32. A query that sees no key has out 0 and lse -inf, and passes no gradient on, were its
-        cotangent NaN; with `sinks` its lse is the head's sink, which has a gradient through it.
+        head_dim, float32. A query that sees no key has out 0 and lse -inf, and passes no gradient on, even if its
+        cotangent is NaN; with `sinks` its lse is the head's sink, which has a gradient through it.
 
     Raises:
         TypeError: an argument of the wrong dtype or a config of the wrong type.

@@ -71,8 +71,8 @@ def dot_product_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`jax.nn.dot_product_attention` with the arguments of jax 0.11 and 0.12, served by `flash_attention`.
 
-    The `attention_fn` of Flax's modules is `pallas_attn.nn.attention_fn`: in its place Linen would drop its dropout
-    with this one in silence.
+    For the `attention_fn` of Flax's modules use `pallas_attn.nn.attention_fn`: with this function Linen would drop its
+    dropout in silence.
 
     Args:
         query, key, value: [batch, q_len, num_heads, head_dim] and [batch, kv_len, num_kv_heads, head_dim], or without
@@ -91,11 +91,11 @@ def dot_product_attention(
         residual_checkpoint_name: as of `flash_attention`, for jax.checkpoint's policies; jax.nn has no such argument.
 
     Returns:
-        What jax.nn's returns, but for a query that sees no key: out is 0 and the residual -inf here. The residual is
-        float32, where jax.nn rounds it to the key's dtype. Without a batch, queries or keys (a length of 0), too.
+        What jax.nn's returns, except for a query that sees no key: out is 0 and the residual -inf here. The residual is
+        float32, where jax.nn rounds it to the key's dtype. Dimensions of 0 (batch, queries, keys) are served.
 
-    What jax.nn's takes and this does not: implementation "cudnn"; lists and Python numbers for arrays; query, key and
-    value of float64 or of unlike numbers of dimensions; a bias of bools; int64 lengths; a window that is a list,
+    What jax.nn's supports and this does not: implementation "cudnn"; lists and Python numbers for arrays; query, key
+    and value of float64 or of unlike numbers of dimensions; a bias of bools; int64 lengths; a window that is a list,
     negative or traced; heads wider than 256 on the GPU; forward mode and second derivatives.
 
     Raises:

@@ -56,9 +56,9 @@ class PagedKVCache:
     it was donated or is a loop's carry.
 
     One path serves prompts, chunks of prompts and decoding: `write` the q_len newest tokens of every sequence at their
-    positions, then `paged_attention` with a query [num_seqs, q_len, num_heads, head_dim] and the lengths after them.
-    A sequence with fewer new tokens is padded on the left, with negative positions, and what comes out there means
-    nothing; one with none has length 0:
+    positions, then `paged_attention` with a query [num_seqs, q_len, num_heads, head_dim] and the lengths after them. A
+    sequence with fewer new tokens is padded on the left, with negative positions, where outputs mean nothing; one with
+    none has length 0:
 
         >>> import jax.numpy as jnp
         >>> from pallas_attn import PagedKVCache, paged_attention
@@ -88,9 +88,9 @@ class PagedKVCache:
     on the first prompt decides for all that join later, whose larger keys and values saturate. `saturation` says how
     much of a prompt would. Where prompts differ much, calibrate with a larger `margin`, or set `k_scale` and `v_scale`
     by `replace`, from representative text, before the first token. Or let each page have its own, `scale_per_page`:
-    `write` sets them when it begins a page, and where later tokens of the page are larger it doubles them as often as
-    they need and rounds what the page holds again. Nothing saturates, no scale is older than its page, and all errors
-    of a token are together less than a step of its page's scale, which is less than twice what the page needs.
+    `write` sets them when it begins a page, and where later tokens of the page are larger, doubles them as often as
+    they need and rounds the page again. Nothing saturates, no scale is older than its page, and all errors of a token
+    are together less than a step of its page's scale, which is less than twice what the page needs.
 
     Methods take `layer` as an int (one out of range is an error) or as an integer scalar that may be traced: out of
     range, that one writes nothing, and what is read through it is NaN.
@@ -98,8 +98,8 @@ class PagedKVCache:
     Fields:
         key_cache, value_cache: pools of num_layers * num_pages pages, in `layout`.
         shared_tables: [num_seqs, max_pages] int32, ids in [0, num_pages) of every layer's pages. `create` and `replace`
-            take them as `block_tables`; reading them by that name, by which ops want a layer's, is an AttributeError
-            where there are several layers.
+            take them as `block_tables`; reading them by that name is an AttributeError where there are several layers,
+            since ops want one layer's.
         seq_lens: [num_seqs] int32, tokens each sequence holds.
         k_scale, v_scale: [num_layers, num_kv_heads] float32 for a quantised dtype (value = stored * scale), else None;
             with `scale_per_page`, of all layers' pages, [num_layers * num_pages, num_kv_heads].

@@ -144,10 +144,10 @@ def mla_decode(
     """Multi-head latent attention of a few new tokens per sequence over the sequence's paged latents.
 
     The absorbed form: a cached token is 512 latent elements, which are key and value to all heads, and 64 rotary
-    elements, which are key only; the caller has multiplied the up-projections into the queries and will multiply
-    them into the output. Works inside jit, scan, while_loop, vmap and shard_map ("interpret" there with
-    check_vma=False). Inside jit the host never reads lengths and tables, and the cache is never copied. Softmax and
-    accumulation are float32; the same inputs and config give the same bits. There are no gradients, but for "xla"'s.
+    elements, which are key only; the caller has multiplied the up-projections into the queries and will multiply them
+    into the output. Works inside jit, scan, while_loop, vmap and shard_map ("interpret" there with check_vma=False).
+    Inside jit the host never reads lengths and tables, and the cache is never copied. Softmax and accumulation are
+    float32; the same inputs and config give the same bits. Only "xla" has gradients.
 
     Args:
         query: [num_seqs, q_len, num_heads, 576], bf16, fp16 or float32: the 512 latent, then the 64 rotary elements.
@@ -165,13 +165,13 @@ def mla_decode(
             sequences by a simpler rule, evaluated in the kernel; "cuda" makes a schedule first, which takes 2 to 3 us
             up to 256 sequences, and some 25 beyond, unless XLA finds that another call has made the same. A schedule
             for OTHER lengths leaves tokens out: the output is wrong and shows no NaN. Outside jit that is an error, for
-            which the host reads schedule and lengths; inside jit nobody can tell, so make it from the very array that
+            which the host reads schedule and lengths. Inside jit it goes unnoticed, so make it from the same array that
             is passed as `seq_lens`. Where tables hold up to 1024 tokens and sequences keep most multiprocessors busy,
-            "pallas" cuts none, and looks at no schedule.
+            "pallas" cuts none, and ignores the schedule.
         scale: factor of the logits, a number above 0; None means 576 ** -0.5. Models scale by the dimension of
             their heads before absorption, (128 + 64) ** -0.5 in DeepSeek's.
         causal: query token i sees the first seq_len - (q_len - 1 - i) tokens; otherwise all see all. A query token
-            that comes before the sequence's first sees nothing: out 0, lse -inf.
+            before the sequence's first sees nothing: out 0, lse -inf.
         score_mod: a function (score, batch, head, q_idx, kv_idx) -> score of float32 and int32 scalars, applied behind
             scale. `batch` is the sequence; positions are the text's, whatever pages hold it: query token i is at
             seq_len - q_len + i. It is traced once: its operations are elementwise, and of arrays that it captures it
@@ -184,9 +184,9 @@ def mla_decode(
         return_lse: also return the natural log-sum-exp of the scaled logits.
         batch_invariant: a sequence's rows have the same bits whatever else is in the batch, in whichever order, and
             however wide the table: how it is cut depends on its own length alone, and tile sizes on heads, q_len, page
-            size and the kind of GPU. Partial results then take memory for up to 64 splits of every sequence: 1 GiB
-            for 64 of 128 heads in long tables, 64 GiB for 4096. Neither "cuda" nor "xla", without a
-            schedule; a `config` must have `split_tokens`, and should have `num_splits`: 0 is room for all.
+            size and the kind of GPU. Partial results then take memory for up to 64 splits of every sequence: 1 GiB for
+            64 of 128 heads in long tables, 64 GiB for 4096. Neither "cuda" nor "xla", and no schedule; a `config` must
+            have `split_tokens`, and should have `num_splits` 0, which makes room for all splits.
         implementation: None (cuda or pallas on an NVIDIA GPU, whichever measured faster for the case; xla elsewhere),
             "cuda" (sm_90, bf16, fp16 and fp8, page_size 64), "pallas" (sm_80 or newer, bf16, fp16 and fp8), "triton"
             (the same kernel by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere, for
@@ -205,7 +205,7 @@ def mla_decode(
         ValueError: a wrong shape or value, or an implementation that cannot serve, with its reason.
 
     Sharded over a mesh, outside shard_map, a call is partitioned over heads and sequences. A pool that would have to
-    move is a ValueError; under Auto axes, a JaxRuntimeError of XLA's partitioner that ends in our words.
+    move is a ValueError; under Auto axes, a JaxRuntimeError of XLA's partitioner that ends in the same message.
 
     Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1; FlashMLA (DeepSeek, 2025); split-KV after Dao et al.,
     "Flash-Decoding" (2023).

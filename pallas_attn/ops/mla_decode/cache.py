@@ -31,16 +31,16 @@ class PagedLatentCache:
     """What `PagedKVCache` is to keys and values, for the one pool of `mla_decode`.
 
     Layer `l` owns pages [l * num_pages, (l + 1) * num_pages) of the pool, and every layer uses the same
-    `shared_tables`: `layer_tables(l)` are the block tables that ops want. How prompts, chunks of them and decoding go
-    one way (here by `mla_decode` with ``causal=True``), how sequences join and leave, and what a `layer` may be, stands
-    there.
+    `shared_tables`: `layer_tables(l)` are the block tables that ops want. See `PagedKVCache` for prompts, chunks and
+    decoding (here by `mla_decode` with ``causal=True``), for how sequences join and leave, and for what a `layer` may
+    be.
 
     Fields:
         latent_cache: [num_layers * num_pages, page_size, 1, 576]: 512 latent, then 64 rotary elements a token; or
             [..., 656] uint8, the same in fp8 (see `quantize_latents`).
         shared_tables: [num_seqs, max_pages] int32, ids in [0, num_pages) of every layer's pages. `create` and `replace`
-            take them as `block_tables`; reading them by that name, by which ops want a layer's, is an AttributeError
-            where there are several layers.
+            take them as `block_tables`; reading them by that name is an AttributeError where there are several layers,
+            since ops want one layer's.
         seq_lens: [num_seqs] int32, tokens each sequence holds.
         index_keys: [num_layers * num_pages, page_size, 1, index_dim], what an indexer (`nn.Indexer`) keeps of a token,
             in the same slots; None in models without one.

@@ -68,7 +68,7 @@ def mla_schedule(
         seq_lens: [num_seqs] int32; negative lengths count as 0.
         num_heads, num_kv_heads: query heads and KV heads.
         q_len: query tokens per sequence.
-        num_parts: splits of equal work to cut the batch into, 1 to 4096; None takes what fills the device.
+        num_parts: parts of equal work to cut the batch into, 1 to 4096; None takes what fills the device.
         overhead_blocks: what starting on a sequence costs, in blocks of 64 tokens, 1 to 1024. FlashMLA takes 5, which
             keeps most sequences of a big batch whole. None takes 5 too if there are more sequences than parts, else 2,
             or 1 below a sixteenth of the parts; and as many as it takes to leave sequences of like length whole if

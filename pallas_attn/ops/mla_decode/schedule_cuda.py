@@ -27,7 +27,7 @@ def mla_schedule_cuda(
 
     Args:
         seq_lens: [num_seqs] int32, 1 to 4096 of them.
-        num_parts: splits of equal work, 1 to 4096.
+        num_parts: parts of equal work, 1 to 4096.
         overhead_blocks: what starting on a sequence costs, in blocks of 64 tokens, 1 to 1024; None for what suits the
             lengths.
         rows: query rows of a KV head, on which that depends.

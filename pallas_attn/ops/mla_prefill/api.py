@@ -75,13 +75,13 @@ def mla_prefill(
     - absorbed: `key_up` is multiplied into the queries, and `value_up` into the output; attention itself is over the
       latents, 576 + 512 products for a pair of a query and a key.
     - projected: keys and values of each head are made from the latents, 2 x 512 x (nope_dim + value_dim) operations for
-      a token, and attended to at nope_dim + 64 + value_dim products for a pair. The context's are made 4096 tokens
-      at a time, whatever sequences they are of, and what has been attended to is merged by its log-sum-exp; the
-      call's own tokens' are made at once.
+      a token, and attended to at nope_dim + 64 + value_dim products for a pair. The context's are made 4096 tokens at a
+      time, across sequences, and the partial results are merged by their log-sum-exps; the call's own tokens' are made
+      at once.
 
-    Without `form`, a sequence is projected if it has so many new tokens that making keys and values of a token of its
-    context takes less time than it saves: `least_projected`, 83 at DeepSeek's 128 and 128, whatever the context. What
-    no sequence of a call asks for is not computed.
+    Without `form`, a sequence is projected from `least_projected` new tokens on, 83 at DeepSeek's 128 and 128, whatever
+    its context: from there making keys and values takes less time than it saves. A form that no sequence of a call
+    takes is not computed.
 
     Works inside jit, scan and while_loop, where the host reads nothing. There are no gradients.
 
@@ -100,8 +100,8 @@ def mla_prefill(
         form: "absorbed" or "projected" for all sequences; None as above.
         return_lse: also return the natural log-sum-exp of the logits.
         implementation: of the attention in either form: None, "cuda", "pallas", "triton", "xla" or "interpret", as of
-            `ragged_paged_attention`. "cuda" is of the projected form, beside which latents are left to what None takes;
-            there it serves nope_dim + 64 and value_dim up to 256, multiples of 8. Projections and merging are XLA's.
+            `ragged_paged_attention`. "cuda" serves the projected form, with nope_dim + 64 and value_dim up to 256,
+            multiples of 8; the absorbed form then has what None takes. Projections and merging are XLA's.
 
     Returns:
         out [total_tokens, num_heads, value_dim] in query's dtype; with return_lse, also lse [total_tokens, num_heads],

@@ -127,10 +127,10 @@ def paged_attention(
 
     Works inside jit, scan, while_loop, vmap and shard_map; lengths and tables are never read by the host, and the
     caches are never copied. Softmax and accumulation are float32; the same inputs and config give the same bits. All
-    options combine. There are no gradients, but for "xla"'s.
+    options combine. Only "xla" has gradients.
 
-    One call serves prompts, chunks of prompts and decoding: see `PagedKVCache`, with an example. Code written for
-    `jax.experimental.pallas.ops.gpu.paged_attention` has it with its own arguments in `pallas_attn.compat`.
+    One call serves prompts, chunks of prompts and decoding: see `PagedKVCache`, with an example. `pallas_attn.compat`
+    has the signature of `jax.experimental.pallas.ops.gpu.paged_attention`.
 
     Args:
         query: [num_seqs, num_heads, head_dim], one token per sequence, or [num_seqs, q_len, num_heads, head_dim], the
@@ -143,9 +143,9 @@ def paged_attention(
             [num_pages, num_kv_heads, head_dim, page_size].
             num_heads is a multiple of num_kv_heads; query head h uses KV head h // (num_heads / num_kv_heads).
             Any page_size; head_dim up to 512 on the GPU. Slots at or beyond a sequence's length may hold anything.
-        block_tables: [num_seqs, max_pages] int32, a sequence's pages in order. Entries beyond its last page, and
-            those of pages that no query sees (window, block_sparse), may hold anything. With `query_positions`, all
-            pages count as seen from where the window of slot seq_len - q_len begins, the oldest of the newest.
+        block_tables: [num_seqs, max_pages] int32, a sequence's pages in order. Entries beyond its last page, and those
+            of pages that no query sees (window, block_sparse), may hold anything. With `query_positions`, all pages
+            count as seen from where the window of the oldest new slot, seq_len - q_len, begins.
         seq_lens: [num_seqs] int32, tokens in each sequence's pages, the queries' own included. A length of 0 gives
             out 0 and lse -inf, and so does a query before the sequence's start (q_len > length; with `sinks` its lse
             is the head's sink).
@@ -158,16 +158,15 @@ def paged_attention(
         alibi_slopes: [num_heads] float32; slope * (key position - query position) is added after the soft cap.
         sinks: [num_heads] float32; a logit without a value that joins each head's softmax (and its lse).
         k_scale, v_scale: for quantised caches, float32 above 0: value = stored * scale. A scalar, [num_kv_heads], or
-            [num_pages, num_kv_heads], one for each page and head (`page_scales` makes them), of which those of pages
-            that no query sees may hold anything; None is 1. Pallas multiplies fp8 keys with a bf16 query in fp16, where
-            query elements beyond 65504 saturate, but for scales of pages: with these, in query's dtype.
-        tree_mask: [num_seqs, q_len, q_len] bool, for drafts that form a tree: newest token i sees newest token j where
-            tree_mask[:, i, j], instead of causally, and all older tokens; one that none sees must be finite all the
-            same. None: causal.
-        query_positions: [num_seqs, q_len] int32, with `tree_mask`: where in the text each of the newest tokens is, by
-            which windows and ALiBi go, for tokens as queries and as keys; a node at depth n is at
-            seq_len - q_len + n. What is not among the positions of the newest slots counts as the nearest of those.
-            None: by slot. `block_sparse` always goes by slot.
+            [num_pages, num_kv_heads], one for each page and head (`page_scales` makes them), where those of pages that
+            no query sees may hold anything; None is 1. Pallas multiplies fp8 keys with a bf16 query in fp16, where
+            query elements beyond 65504 saturate; with scales of pages, in query's dtype.
+        tree_mask: [num_seqs, q_len, q_len] bool, for drafts that form a tree: newest token i sees all older tokens, and
+            newest token j where tree_mask[:, i, j]. Keys and values of a draft that none sees must be finite too. None:
+            causal.
+        query_positions: [num_seqs, q_len] int32, with `tree_mask`: each newest token's place in the text, which windows
+            and ALiBi use, for queries and keys; a node at depth n is at seq_len - q_len + n. A place that no newest
+            slot has counts as the nearest of theirs. None: by slot. `block_sparse` always goes by slot.
         score_mod: a function (score, batch, head, q_idx, kv_idx) -> score of float32 and int32 scalars, applied behind
             scale and soft cap and in front of ALiBi and masks. `batch` is the sequence; positions are the text's,
             whatever pages hold it: new token i is at seq_len - q_len + i. It is traced once: its operations are
@@ -180,10 +179,10 @@ def paged_attention(
         return_lse: also return the natural log-sum-exp of the logits.
         batch_invariant: a sequence's rows have the same bits whatever else is in the batch, in whichever order, and
             however wide the table: how it is cut depends on its own length alone, and tile sizes on the heads, dtypes,
-            q_len and the kind of GPU. Slower, most with few sequences. Partial results take memory for up to 64
-            splits of every sequence: 4 GiB for 4096 of 32 heads of 128 in tables of 32768 tokens or more. Not
-            "xla"; in "interpret" the CPU's compiler may round sums with ALiBi's slopes and with sinks otherwise in
-            another batch. A `config` must have `split_tokens`, and should have `num_splits`: 0 is room for all.
+            q_len and the kind of GPU. Slower, most with few sequences. Partial results take memory for up to 64 splits
+            of every sequence: 4 GiB for 4096 of 32 heads of 128 in tables of 32768 tokens or more. Not "xla"; in
+            "interpret" the CPU's compiler may round sums with ALiBi's slopes and with sinks differently in another
+            batch. A `config` must have `split_tokens`, and should have `num_splits` 0, which makes room for all splits.
         layout: order of a page's dimensions.
         implementation: None (pallas on an NVIDIA GPU, xla elsewhere), "pallas" (sm_80 or newer; e4m3 from sm_89),
             "triton" (the same kernel by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere,
@@ -201,7 +200,7 @@ def paged_attention(
         ValueError: a wrong shape or value, or an implementation that cannot serve, with its reason.
 
     Sharded over a mesh, outside shard_map, a call is partitioned over heads and sequences. A pool that would have to
-    move is a ValueError; under Auto axes, a JaxRuntimeError of XLA's partitioner that ends in our words.
+    move is a ValueError; under Auto axes, a JaxRuntimeError of XLA's partitioner that ends in the same message.
 
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023);
     split-KV after Dao et al., "Flash-Decoding" (2023); LocalStride and PACKED as in vLLM's CUDA kernels.

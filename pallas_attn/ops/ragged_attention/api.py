@@ -88,11 +88,10 @@ def ragged_paged_attention(
     """Attention of each sequence's newest tokens, as many as each one has, over its paged keys and values.
 
     One call serves prompts, chunks of prompts, continued prompts and decoding, mixed in any way: the query tokens of
-    all sequences lie end to end. Shapes are static, what they hold is not: how many sequences there are, and how many
-    tokens each has, may change from call to call of one compiled function. Nothing is read by the host. Softmax and
-    accumulation are float32; the same inputs and config give the same bits. All options combine. There are no
-    gradients, but for "xla"'s. Code written for `jax.experimental.pallas.ops.tpu.ragged_paged_attention` has it with
-    its own arguments in `pallas_attn.compat`.
+    all sequences lie end to end. Shapes are static, but the number of sequences, and of each one's tokens, may change
+    from call to call of one compiled function. Nothing is read by the host. Softmax and accumulation are float32; the
+    same inputs and config give the same bits. All options combine. Only "xla" has gradients. `pallas_attn.compat` has
+    the signature of `jax.experimental.pallas.ops.tpu.ragged_paged_attention`.
 
     Args:
         query: [total_tokens, num_heads, head_dim], bf16, fp16 or float32; sequence i's newest tokens are
@@ -107,9 +106,9 @@ def ragged_paged_attention(
         seq_lens: [max_seqs] int32, tokens in each sequence's pages, the new ones included. A causal query before the
             sequence's start (more query tokens than the length) has out 0 and lse -inf (with `sinks`, the head's sink,
             if the length is not 0).
-        cu_q_lens: [max_seqs + 1] int32: where each sequence's query tokens begin, from 0 (what stands first is taken
-            for 0), and where the last one's end; not decreasing, at most total_tokens. A sequence may have none. Where
-            a traced array descends, no token is anyone's: out is 0 and lse -inf; one whose values are known is refused.
+        cu_q_lens: [max_seqs + 1] int32: where each sequence's query tokens begin, from 0 (the first entry counts as 0),
+            and where the last one's end; not decreasing, at most total_tokens. A sequence may have none. An array that
+            descends is refused where its values are known; a traced one gives out 0 and lse -inf for all tokens.
         num_seqs: an int, an int32 scalar or an int32 array [1], which may be traced: how many sequences there are;
             rows of the tables and entries of the lengths behind them may hold anything. None: max_seqs.
         scale: factor of the logits, a number above 0; None means head_dim ** -0.5.
@@ -119,18 +118,18 @@ def ragged_paged_attention(
         alibi_slopes: [num_heads]; slope * (key position - query position) is added after the soft cap.
         sinks: [num_heads]; a logit without a value that joins each head's softmax (and its lse).
         tree_mask: [total_tokens, max_tree] bool, for drafts that form trees: in a sequence of at most max_tree query
-            tokens, the token of row r sees the sequence's j-th query token where tree_mask[r, j], instead of causally,
-            and all older tokens. One that none sees must have finite keys and values all the same. Longer sequences,
-            prompts among them, are causal, and their rows may hold anything. None: all are. (vLLM's and FlashInfer's
-            custom masks have a bit for each key as well; trees differ only in the newest.)
-        query_positions: [total_tokens] int32, with `tree_mask`: where in the text a tree's query tokens are; windows
-            and ALiBi go by it, for tokens as queries and as keys. A node at depth n is at seq_len - q_len + n. What is
-            not among the positions of the sequence's newest slots counts as the nearest of those. None: by slot.
+            tokens, the token of row r sees all older tokens, and the sequence's j-th query token where tree_mask[r, j].
+            Keys and values of a draft that none sees must be finite too. Longer sequences, such as prompts, are causal,
+            and their rows may hold anything. None: all are. (vLLM's and FlashInfer's custom masks have a bit for each
+            key as well; trees differ only in the newest.)
+        query_positions: [total_tokens] int32, with `tree_mask`: the places in the text of a tree's query tokens, which
+            windows and ALiBi use, for queries and keys. A node at depth n is at seq_len - q_len + n. A place that none
+            of the sequence's newest slots has counts as the nearest of theirs. None: by slot.
         k_scale, v_scale: for quantised caches, float32 above 0: value = stored * scale. A scalar, [num_kv_heads], or
-            [num_pages, num_kv_heads], one for each page and head (`page_scales` makes them), of which those of pages
-            that no query sees may hold anything; None is 1. Products are in query's dtype, with which "cuda" multiplies
-            what is stored, and values of pages that have scales, rounded after these; but Pallas multiplies fp8 keys
-            with a bf16 query in fp16, where query elements beyond 65504 saturate, if pages have no scales.
+            [num_pages, num_kv_heads], one for each page and head (`page_scales` makes them), where those of pages that
+            no query sees may hold anything; None is 1. Products are in query's dtype. "cuda" multiplies what is stored,
+            and values of pages that have scales after scaling and rounding them. If pages have no scales, Pallas
+            multiplies fp8 keys with a bf16 query in fp16, where query elements beyond 65504 saturate.
         causal: whether a query sees no key behind its own position; False lets it see the whole sequence.
         score_mod: a function (score, batch, head, q_idx, kv_idx) -> score of float32 and int32 scalars, applied behind
             scale and soft cap and in front of ALiBi and masks. `batch` is the sequence's row of the table; positions
@@ -148,12 +147,12 @@ def ragged_paged_attention(
         layout: order of a page's dimensions.
         implementation: None (cuda on Hopper for prompts of heads wider than 64, else pallas on an NVIDIA GPU; xla
             elsewhere), "cuda" (sm_90: bf16 and fp16; caches of query's dtype, e4m3 or int8 in NHD or HND; head_dim and
-            value_dim multiples of 8, of 16 beside 8-bit caches; outputs of query's dtype; no tree_mask; sequences that
-            are decoded by the Pallas kernel beside it), "pallas" (sm_80 or newer; e4m3 from sm_89), "triton" (the same
+            value_dim multiples of 8, of 16 beside 8-bit caches; outputs of query's dtype; no tree_mask; the Pallas
+            kernel serves sequences that are decoded), "pallas" (sm_80 or newer; e4m3 from sm_89), "triton" (the same
             kernel by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere, for debugging and
             CPUs) or "interpret" (the Pallas kernel run in Python, slow).
-        config: tile sizes for "pallas", "triton" and "interpret", of which "cuda" takes `short`; None takes the
-            measured or the heuristic ones.
+        config: tile sizes for "pallas", "triton" and "interpret"; "cuda" uses `short`. None takes the measured or the
+            heuristic ones.
 
     Returns:
         out [total_tokens, num_heads, value_dim] in query's dtype or `out_dtype`; with return_lse, also lse

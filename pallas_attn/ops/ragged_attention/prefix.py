@@ -92,10 +92,10 @@ def prefix_prefill(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of new tokens over a context in pages and over themselves, before they are in any page.
 
-    As `ragged_paged_attention`, whose arguments these are where nothing is said; but the new tokens' keys and values
-    are arrays of their own, in the query's dtype also beside a quantised cache, whose rounding they are then spared.
-    They see all of their context (or what the window leaves of it) and themselves causally. Beside a cache of 8 bits
-    "cuda" rounds its values, times their scale, to the query's dtype.
+    Like `ragged_paged_attention`, which explains the arguments that are not listed here. But the new tokens' keys and
+    values are arrays of their own, in the query's dtype; beside a quantised cache they are not rounded to it. They see
+    all of their context (or what the window leaves of it) and themselves causally. Beside a cache of 8 bits "cuda"
+    rounds its values, times their scale, to the query's dtype.
 
     Args:
         key: [total_tokens, num_kv_heads, head_dim], of the tokens of `query` and in its dtype.
@@ -103,9 +103,9 @@ def prefix_prefill(
         key_cache, value_cache, block_tables: hold the context: the first seq_lens[i] - q_len[i] tokens of sequence i.
         seq_lens: [max_seqs] int32, context and new tokens together; less than the new tokens alone gives NaN.
         skip_decode: leave sequences with one new token to another kernel: their rows keep what `out` holds, or are 0
-            without one; their lse is -inf.
-        out: [total_tokens, num_heads, value_dim] in the output's dtype, which the result takes the place of: donate
-            it, or it is copied. Every row is written but those that `skip_decode` leaves.
+            without `out`; their lse is -inf.
+        out: [total_tokens, num_heads, value_dim] in the output's dtype, which the result takes the place of: donate it,
+            or it is copied. Every row is written except those that `skip_decode` leaves.
         out_scale: with an fp8 output, a number above 0 or a float32 scalar that may be traced: stored = out /
             out_scale, saturating. None is 1.
         out_dtype: None (out's, or else query's), float8_e4m3fn or float8_e5m2.

@@ -41,7 +41,7 @@ def merge_states(
     Args:
         out_a, out_b: [..., num_heads, head_dim], the parts' outputs: bf16, fp16 or float32, all of one dtype.
         lse_a, lse_b: [..., num_heads] float32, their natural log-sum-exp; -inf where a part had no key, or +inf, as
-            `flash_mla_with_kvcache` and `flash_mla_sparse_fwd` say it, and then its out is not looked at.
+            `flash_mla_with_kvcache` and `flash_mla_sparse_fwd` return; its out is then ignored.
         others: out and lse of further parts, one after the other.
         sinks: [num_heads]; a logit without a value that joins each head's softmax once. A row without keys in any part
             stays empty.

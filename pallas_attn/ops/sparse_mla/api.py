@@ -100,7 +100,7 @@ def sparse_mla_decode(
 
     The absorbed form, as in `mla_decode`, over the tokens that an indexer has chosen (DeepSeek-V3.2's sparse
     attention). Works inside jit, scan, while_loop and shard_map; nothing is read by the host, and the cache is never
-    copied. Softmax and accumulation are float32. There are no gradients, but for "xla"'s.
+    copied. Softmax and accumulation are float32. Only "xla" has gradients.
 
     Args:
         query: [num_seqs, q_len, num_heads, 576], bf16, fp16 or float32; any num_heads and q_len.
@@ -108,9 +108,9 @@ def sparse_mla_decode(
             656] uint8 of `quantize_latents`, whose latents are used as rounded to bf16 ("cuda": to fp16, relative to
             the largest scale).
         indices: [num_seqs, q_len, topk] int32, in any order; -1 is skipped, and an id that comes twice counts twice.
-            What else names no token makes its query token's rows NaN; nothing out of bounds is read.
-        addressing: what ids are: "slots", page * page_size + offset, or "positions" in the sequence, which lead
-            through `block_tables`. There is no causal mask: an id is attended to wherever it lies.
+            Any other id that names no token makes its query token's rows NaN; nothing out of bounds is read.
+        addressing: what ids are: "slots", page * page_size + offset, or "positions" in the sequence, looked up in
+            `block_tables`. There is no causal mask: an id is attended to wherever it lies.
         block_tables: [num_seqs, max_pages] int32, for "positions" alone. Entries that no id leads to may hold anything.
         topk_length: [num_seqs] int32 in [0, topk]: of a sequence's ids the first that many count, the others may hold
             anything. None: all. A length out of range gives NaN in that sequence's rows.
@@ -170,7 +170,7 @@ def sparse_mla_prefill(
         query: [num_tokens, num_heads, 576], bf16, fp16 or float32.
         latents: [num_kv_tokens, 1, 576] in query's dtype, or, with a bf16 query, [num_kv_tokens, 1, 656] uint8 of
             `quantize_latents`.
-        indices: [num_tokens, 1, topk] int32 rows of `latents`, in any order; -1, and whatever else names none, is
+        indices: [num_tokens, 1, topk] int32 rows of `latents`, in any order; ids that name none, such as -1, are
             skipped, and an id that comes twice counts twice. There is no causal mask.
         topk_length: [num_tokens] int32 in [0, topk]: the first that many ids count, the others may hold anything.
             None: all. A length out of range gives NaN in that token's rows.
