@@ -108,8 +108,8 @@ struct Fiber {
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(48 << 10);
   int thread;
-  std::vector<Group> copies = std::vector<Group>(1);  // by itself, that have begun
-  int reading = 0, writing = 0;                       // by the copy engine, out of shared memory
+  std::vector<Group> copies = std::vector<Group>(1);    // by itself, that have begun
+  int reading = 0, writing = 0;                         // by the copy engine, out of shared memory
   std::vector<Group> products = std::vector<Group>(1);  // that are not done; the last group is open
   uint32_t committed = 0;                               // groups
   Cta* cta;

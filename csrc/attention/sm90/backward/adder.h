@@ -44,8 +44,7 @@ class Adder {
     const int head = tile.kv_head * params_.group + step.head;
     const int before = tile.number - tile.band.keys_of(query, end - 1).begin / Shape::kKeys;
     int* const turn = params_.turns + int64_t{tile.first_turn + step.query} * params_.num_heads + head;
-    const int64_t row =
-        (int64_t{tile.batch} * params_.num_heads + head) * params_.q_len + tile.query + query;
+    const int64_t row = (int64_t{tile.batch} * params_.num_heads + head) * params_.q_len + tile.query + query;
     float* const sums = params_.sums + row * Shape::kSumColumns;
     ptx::mbarrier_wait(&smem_.added.full[at.stage()][0], at.full());
     if (params_.ordered && before > 0) {

@@ -266,9 +266,8 @@ class Consumer {
       const uint32_t piece = step / kStepsPerPiece, within = step % kStepsPerPiece * kStepDims * 2;
       const uint64_t step_left = ptx::advance_descriptor(left, piece * kQueryPieceBytes + within);
       // The same ones for all keys.
-      const uint64_t step_right = Shape::kOnesBeside
-                                      ? ptx::advance_first_piece(right, step * kStepRowBytes)
-                                      : ptx::advance_descriptor(right, step * kStepRowBytes);
+      const uint64_t step_right = Shape::kOnesBeside ? ptx::advance_first_piece(right, step * kStepRowBytes)
+                                                     : ptx::advance_descriptor(right, step * kStepRowBytes);
       ptx::wgmma_k16<Element, ptx::kMNMajor>(half.d, step_left, step_right, step > 0);
     }
     if constexpr (!Shape::kOnesBeside) {
@@ -367,8 +366,7 @@ class Consumer {
     const int buffer = Place<kScoreStages>{of_step}.stage();
     const int lane = thread_ % 32, row = lane % 8 + lane / 16 * 8;
     const int chunk = at_.warp * 2 + lane / 8 % 2;
-    const uint32_t to =
-        ptx::shared_address(smem_.sdS[buffer][warpgroup_][row]) + ((chunk ^ lane % 8) << 4);
+    const uint32_t to = ptx::shared_address(smem_.sdS[buffer][warpgroup_][row]) + ((chunk ^ lane % 8) << 4);
 #pragma unroll
     for (int step = 0; step < kQuerySteps; ++step) {
       ptx::store_matrix_x4_transposed(to + step * kStepRowBytes, rdS[step]);

@@ -59,8 +59,8 @@ LaunchStatus launch_instance(const BackwardParams& params, cudaStream_t stream) 
   if (!status.ok()) return status;
   if (!params.ordered) {
     const int64_t rows = int64_t{params.batch} * params.num_heads * params.q_len;
-    status = status_of(
-        cudaMemsetAsync(params.sums, 0, rows * Shape::kSumColumns * sizeof(float), stream), "zeroing sums");
+    status = status_of(cudaMemsetAsync(params.sums, 0, rows * Shape::kSumColumns * sizeof(float), stream),
+                       "zeroing sums");
     if (!status.ok()) return status;
   }
   const int64_t tiles = int64_t{params.max_tiles} * params.num_kv_heads;

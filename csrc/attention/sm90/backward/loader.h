@@ -141,8 +141,8 @@ class Loader {
     const Span keys = {tile.first, tile.first + tile.keys};
     clear(params_.d_key, params_.key_strides, tile.batch, tile.kv_head, tile.key, keys, params_.head_dim,
           has);
-    clear(params_.d_value, params_.value_strides, tile.batch, tile.kv_head, tile.key, keys,
-          params_.value_dim, has);
+    clear(params_.d_value, params_.value_strides, tile.batch, tile.kv_head, tile.key, keys, params_.value_dim,
+          has);
   }
 
   template <typename Has>
