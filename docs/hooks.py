@@ -14,7 +14,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs/pages"
 LINK = re.compile(r"(!?)\[([^]\n]*)\]\(([^)#:\s]*)(#[^)\s]*)?\)")
-CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
+# Whichever begins first: a link may have code for its text, and code may look like a link.
+LINK_OR_CODE = re.compile(rf"```.*?```|`[^`\n]*`|{LINK.pattern}", re.DOTALL)
 REFERENCE = re.compile(r"^::: (pallas_attn\.(\w+))$", re.MULTILINE)
 # Where a name is no mention: headings, links, listings.
 ELSEWHERE = re.compile(r"(<h\d.*?</h\d>|<a\b.*?</a>|<pre.*?</pre>)", re.DOTALL)
@@ -54,7 +55,7 @@ def on_page_markdown(markdown, page, config, files):
 
     def moved(link: re.Match) -> str:
         shown, text, target, place = link[1], link[2], link[3], link[4] or ""
-        if not target:
+        if not target:  # code, or a place on the same page
             return link[0]
         path = _on_site(os.path.relpath((here.parent / target).resolve(), ROOT))
         if files.get_file_from_path(path):
@@ -62,8 +63,7 @@ def on_page_markdown(markdown, page, config, files):
             return f"{shown}[{text}]({way}{place})"
         return f"{text} (`{path}`)" if (ROOT / path).exists() else link[0]
 
-    parts = CODE.split(markdown)
-    return "".join(part if part.startswith("`") else LINK.sub(moved, part) for part in parts)
+    return LINK_OR_CODE.sub(moved, markdown)
 
 
 def on_page_content(html, page, config, files):

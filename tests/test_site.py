@@ -51,6 +51,7 @@ def test_every_page_is_on_the_site(site):
         ("csrc/mla/README.md", "[what](params.h)", "what (`csrc/mla/params.h`)"),
         ("csrc/mla/README.md", "[a](no.md)", "[a](no.md)"),
         ("csrc/mla/README.md", "`x[a](params.h)`", "`x[a](params.h)`"),
+        ("index.md", "`a` [`b`](../../SECURITY.md) `c`", "`a` [`b`](SECURITY.md) `c`"),
         ("index.md", "[a](#install)", "[a](#install)"),
     ],
 )  # fmt: skip

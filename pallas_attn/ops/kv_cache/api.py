@@ -63,7 +63,7 @@ def write_kv(
             "PACKED" keys [num_pages, num_kv_heads, head_dim/x, page_size, x] with x = 16 / itemsize, and values
             [num_pages, num_kv_heads, head_dim, page_size].
         slot_mapping: [num_tokens] int32; slot = page * page_size + offset. Tokens whose slot is negative (usually -1)
-        or beyond the pool are skipped. Two tokens must not share a slot.
+            or beyond the pool are skipped. Two tokens must not share a slot.
         k_scale, v_scale: for the 8-bit dtypes only, float32 above 0: stored is value / scale, saturated to the format's
             range. A scalar, [num_kv_heads], or [num_pages, num_kv_heads], one for each page and head, made beforehand
             by `page_scales` from these same tokens. None means 1.

@@ -49,7 +49,7 @@ def write_latents(
         latent_cache: [num_pages, page_size, 1, 576] bf16, fp16 or float32, to whose dtype tokens are cast, or
             [num_pages, page_size, 1, 656] uint8, to whose bytes they are quantised as by `quantize_latents`.
         slot_mapping: [num_tokens] int32; slot = page * page_size + offset. Tokens whose slot is negative (usually -1)
-        or beyond the pool are skipped. Two tokens must not share a slot.
+            or beyond the pool are skipped. Two tokens must not share a slot.
         scales: "exact" or "power_of_two", as in `quantize_latents`; without effect on a cache that is not quantised.
         implementation: None (chosen), "pallas" or "triton" (NVIDIA, sm_80 or newer), "xla" (anywhere) or "interpret".
             On a GPU the kernels and "xla" may round an element that lies halfway between two values differently where
