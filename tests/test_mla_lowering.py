@@ -150,19 +150,20 @@ def test_heuristic_fits_small_shared_memories(num_heads, page_size, sm):
 @pytest.mark.parametrize(
     ("sizes", "page_size", "cache_dtype", "needed"),
     [
-        ((16, 128, 0, 64, 132, 8, 2), 128, jnp.uint8, 249856),  # what XLA asked for on an H200
-        ((64, 64, 0, 64, 132, 8, 4), 64, jnp.uint8, 273408),
-        ((64, 32, 0, 64, 132, 8, 5), 64, jnp.bfloat16, 258048),
-        ((16, 128, 0, 64, 132, 8, 5), 128, jnp.bfloat16, 313344),
-        ((32, 64, 0, 64, 132, 4, 3), 64, jnp.bfloat16, 262144),  # products transposed
-        ((64, 64, 0, 64, 132, 8, 3), 64, jnp.bfloat16, 303104),
-        ((16, 128, 0, 64, 132, 8, 4), 128, jnp.bfloat16, None),  # a look-up per token: one buffer
-        ((64, 64, 0, 64, 132, 8, 3), 64, jnp.uint8, None),
+        ((16, 128, 8, 2), 128, jnp.uint8, 249856),  # what XLA asked for on an H200
+        ((64, 64, 8, 4), 64, jnp.uint8, 273408),
+        ((64, 32, 8, 5), 64, jnp.bfloat16, 258048),
+        ((16, 128, 8, 5), 128, jnp.bfloat16, 313344),
+        ((32, 64, 4, 3), 64, jnp.bfloat16, 262144),  # products transposed
+        ((64, 64, 8, 3), 64, jnp.bfloat16, 303104),
+        ((16, 128, 8, 4), 128, jnp.bfloat16, None),  # a look-up per token: one buffer
+        ((64, 64, 8, 3), 64, jnp.uint8, None),
     ],
 )
 def test_tiles_that_no_program_has_shared_memory_for_are_refused(sizes, page_size, cache_dtype, needed):
     """Those that are let pass compile to what a program may have; without the check, XLA says it when it compiles."""
-    config = MLADecodeConfig(*sizes)
+    block_q, block_kv, num_warps, num_stages = sizes
+    config = MLADecodeConfig(block_q, block_kv, num_warps=num_warps, num_stages=num_stages)
     call = functools.partial(
         lowered_call, 16, 1, page_size, jnp.bfloat16, False, cache_dtype=cache_dtype, config=config
     )

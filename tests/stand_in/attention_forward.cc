@@ -46,7 +46,7 @@ void run(ForwardParams& params, const Call& call) {
     const Sequence sequence(params, seq, num_seqs);
     if (!sequence.padding && sequence.q_len * params.group <= params.skip_rows) continue;
     for (int token = 0; token < sequence.q_len; token += tile_tokens) {
-      WorkItem item = {seq, token, std::min(tile_tokens, sequence.q_len - token), 0, 0, -1};
+      WorkItem item = {seq, token, std::min(tile_tokens, sequence.q_len - token), 0, 0, -1, -1};
       const int place = token + sequence.offset;
       const int begin = window.begin(place), end = window.end(place + item.tokens - 1, sequence.k_len);
       if (begin < end) {
