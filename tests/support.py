@@ -15,6 +15,15 @@ COMPILED = ("pallas", "triton")
 ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in COMPILED]
 
 
+def close(got: Any, want: Any, limit: float = 2e-5) -> None:
+    """Within `limit` of the largest, or of 1, where `want` is finite; -inf in the same places."""
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
+    finite = np.isfinite(want)
+    scale = max(np.abs(want[finite]).max(initial=0), 1.0)
+    assert np.abs(got[finite] - want[finite]).max(initial=0) <= limit * scale
+
+
 def unchecked(function: Any) -> Any:
     """As users have it, without the shape checks that jaxtyping adds in tests."""
     return getattr(function, "__wrapped__", function)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import ON_GPU, close
 
 from pallas_attn import BlockMask, block_mask, flash_attention, mods
 from pallas_attn._call.checks import ArgumentChecker
@@ -138,14 +139,6 @@ def attend(query, key, value, captured, case: Case, **options):
     return (jnp.swapaxes(out, 1, 2), jnp.moveaxis(lse, 1, 2)) if transposed else (out, lse)
 
 
-def close(got, want, limit=2e-5):
-    got, want = (np.asarray(x, np.float64) for x in (got, want))
-    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
-    finite = np.isfinite(want)
-    scale = max(np.abs(want[finite]).max(initial=0), 1.0)
-    assert np.abs(got[finite] - want[finite]).max(initial=0) <= limit * scale
-
-
 def results(fn, name: str):
     """(out, lse, gradients) of a case; the gradients are of out and lse together."""
     case, (query, key, value, d_out) = CASES[name], inputs(name)
@@ -171,12 +164,7 @@ def expected(name: str):
         return results(wide, name)
 
 
-IMPLEMENTATIONS = [
-    "xla",
-    "interpret",
-    pytest.param("pallas", marks=pytest.mark.gpu),
-    pytest.param("triton", marks=pytest.mark.gpu),
-]
+IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 
 
 @pytest.mark.sweep

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from references.mods_numpy import Rules, attention
+from support import ON_GPU, close
 
 import pallas_attn
 from pallas_attn import mods
@@ -218,23 +219,13 @@ def expected(case: Case, given: Inputs) -> list[tuple[np.ndarray, np.ndarray]]:
     return attention(given.queries, keys, values, rules)
 
 
-def close(got: Any, want: Any, limit: float = 3e-5) -> None:
+def all_close(got: Any, want: Any, limit: float = 3e-5) -> None:
     for one, other in zip(got, want, strict=True):
         for x, y in zip(one, other, strict=True):
-            x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-            np.testing.assert_array_equal(np.isneginf(x), np.isneginf(y))
-            finite = np.isfinite(y)
-            assert np.abs(x[finite] - y[finite]).max(initial=0) <= limit * max(
-                np.abs(y[finite]).max(initial=0), 1
-            )
+            close(x, y, limit)
 
 
-IMPLEMENTATIONS = [
-    "xla",
-    "interpret",
-    pytest.param("pallas", marks=pytest.mark.gpu),
-    pytest.param("triton", marks=pytest.mark.gpu),
-]
+IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 
 
 @pytest.mark.sweep
@@ -243,7 +234,7 @@ IMPLEMENTATIONS = [
 def test_is_what_all_pairs_say(name, implementation):
     case = COMPOSED[name]
     given = inputs(case.op, case.options.get("one_query", False))
-    close(attend(case, given, implementation), expected(case, given), limit(case.op, implementation))
+    all_close(attend(case, given, implementation), expected(case, given), limit(case.op, implementation))
 
 
 @pytest.mark.sweep
@@ -261,7 +252,7 @@ def test_pages_that_a_mask_empties_are_anyones(op, implementation):
         tables[seq, :unseen] = BAD_ID
     assert (tables != given.tables).sum() > 20
     found = attend(case, given._replace(tables=tables, pools=pools), implementation)
-    close(found, expected(case, given), limit(op, implementation))
+    all_close(found, expected(case, given), limit(op, implementation))
 
 
 def _by_all(score, batch, head, query, key):
@@ -288,11 +279,11 @@ def test_what_is_wrong_is_seen():
     """What a kernel that got it wrong would give is none of what all pairs say."""
     given = inputs("paged")
     found = attend(RIGHT, given, "xla")
-    close(found, expected(RIGHT, given))
+    all_close(found, expected(RIGHT, given))
     for wrong in WRONG.values():
         other = expected(wrong, given)
         with pytest.raises(AssertionError):
-            close(found, other, 1e-2)
+            all_close(found, other, 1e-2)
 
 
 def _mods(mask: Any, num_seqs: int, max_len: int, score: Any = None) -> Any:

@@ -132,16 +132,11 @@ def forward(
     nothing = jnp.zeros(0, jnp.int32)
     if sequences.block_tables is not None:
         kv_tokens *= sequences.block_tables.shape[1]
-    out_shape = (*query.shape[:-1], value.shape[-1])
-    lse_shape = (batch, heads, tokens) if lse_heads_first else (batch, tokens, heads)
     before_kept = 18
     call = jax.ffi.ffi_call(
         TARGET,
         (
-            jax.ShapeDtypeStruct(out_shape, query.dtype),
-            jax.ShapeDtypeStruct(lse_shape, jnp.float32),
-            jax.ShapeDtypeStruct(lse_shape if keep else (0,), jnp.float32),
-            jax.ShapeDtypeStruct(out_shape if keep else (0,), jnp.int8),
+            *results(query, value, query_heads_first, lse_heads_first, keep),
             # Scratch: outputs, because a handler that allocates cannot be part of a command buffer.
             jax.ShapeDtypeStruct((4,), jnp.int32),
             jax.ShapeDtypeStruct((max_items + slots, 8), jnp.int32),
@@ -203,6 +198,23 @@ def forward(
         softcap=np.float32(softcap or 0.0),
     )
     return (out, lse, rest, low) if keep else (out, lse)
+
+
+def results(
+    query: jax.Array, value: jax.Array, heads_first: bool, lse_heads_first: bool, keep: bool
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """out, lse and, empty unless `keep`, what a backward pass wants of them: see `forward`."""
+    batch, *sides = query.shape[:3]
+    out, lse = (*query.shape[:-1], value.shape[-1]), (batch, *sides)
+    if heads_first != lse_heads_first:
+        lse = (batch, *reversed(sides))
+    kept_lse, kept_out = (lse, out) if keep else ((0,), (0,))
+    return (
+        jax.ShapeDtypeStruct(out, query.dtype),
+        jax.ShapeDtypeStruct(lse, jnp.float32),
+        jax.ShapeDtypeStruct(kept_lse, jnp.float32),
+        jax.ShapeDtypeStruct(kept_out, jnp.int8),
+    )
 
 
 def heads_in_l2(kv_heads: int, bytes_of_head: int) -> int:

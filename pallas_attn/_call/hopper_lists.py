@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call import ffi
-from pallas_attn._call.hopper_forward import DTYPES, MAX_HEAD_DIM, MOST_SEQS, heads_in_l2
+from pallas_attn._call.hopper_forward import DTYPES, MAX_HEAD_DIM, MOST_SEQS, heads_in_l2, results
 
 TARGET = "pallas_attn_attention_lists_sm90"
 TILE = 128
@@ -113,16 +113,11 @@ def forward(
         bounds, right, rows = (nothing, nothing), -1, lists.blocks.shape[2]
         arrays = (lists.blocks, lists.ends, lists.first_bits, lists.bits, nothing)
     uniting = list_heads if lists.block_q < TILE else 0
-    out_shape = (*query.shape[:-1], value.shape[-1])
-    lse_shape = (batch, heads, tokens) if lse_heads_first else (batch, tokens, heads)
     bytes_of_head = kv_tokens * (key.shape[-1] + value.shape[-1]) * key.dtype.itemsize
     call = jax.ffi.ffi_call(
         TARGET,
         (
-            jax.ShapeDtypeStruct(out_shape, query.dtype),
-            jax.ShapeDtypeStruct(lse_shape, jnp.float32),
-            jax.ShapeDtypeStruct(lse_shape if keep else (0,), jnp.float32),
-            jax.ShapeDtypeStruct(out_shape if keep else (0,), jnp.int8),
+            *results(query, value, heads_first, lse_heads_first, keep),
             # Scratch: outputs, because a handler that allocates cannot be part of a command buffer.
             jax.ShapeDtypeStruct((4,), jnp.int32),
             jax.ShapeDtypeStruct((tiles * list_heads, 8), jnp.int32),

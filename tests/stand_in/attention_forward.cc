@@ -3,23 +3,11 @@
 #include "arrays.h"
 #include "attention/sm90/forward/launch_impl.h"
 #include "attention/sm90/forward/shapes.h"
-#include "ptx/tma.h"
+#include "tensor_maps.h"
 
-namespace pallas_attn {
-
-template <int kRank>
-LaunchStatus encode_tensor_map(const TensorTile<kRank>& tile, CUtensorMapDataType dtype, CUtensorMap* map) {
-  const bool bytes = dtype == CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  const ptx::Map encoded = {tile, bytes ? 1u : 2u, bytes ? 0u : 1u};
-  std::memcpy(map, &encoded, sizeof(encoded));
-  return {};
-}
-
-namespace attention::sm90 {
+namespace pallas_attn::attention::sm90 {
 alignas(1024) char shared_memory[stand_in::kSharedBytes];
 }
-
-}  // namespace pallas_attn
 
 namespace {
 

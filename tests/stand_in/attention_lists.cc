@@ -6,22 +6,11 @@
 #include "attention/prepare/unite.h"
 #include "attention/sm90/forward/launch_impl.h"
 #include "attention/sm90/forward/shapes.h"
-#include "ptx/tma.h"
+#include "tensor_maps.h"
 
-namespace pallas_attn {
-
-template <int kRank>
-LaunchStatus encode_tensor_map(const TensorTile<kRank>& tile, CUtensorMapDataType, CUtensorMap* map) {
-  const ptx::Map encoded = {tile, 2, 1};
-  std::memcpy(map, &encoded, sizeof(encoded));
-  return {};
-}
-
-namespace attention::sm90 {
+namespace pallas_attn::attention::sm90 {
 alignas(1024) char shared_memory[stand_in::kSharedBytes];
 }
-
-}  // namespace pallas_attn
 
 namespace {
 
