@@ -10,6 +10,7 @@ import pytest
 import torch
 from lowering import H100, abstract_mesh, lower_for_gpu
 from references.blocksparse_torch import blocksparse_attention as reference
+from support import as_if_cuda
 
 import pallas_attn
 from pallas_attn._call import dispatch
@@ -217,8 +218,7 @@ def test_it_is_chosen_where_it_can_serve():
 )
 def test_what_lists_serve(monkeypatch, sizes, options, reason):
     monkeypatch.setattr(cuda, "BY_LISTS", True)
-    monkeypatch.setitem(dispatch.installed, "cuda", lambda: None)
-    monkeypatch.setattr("pallas_attn._call.ffi.register", lambda: None)
+    as_if_cuda(monkeypatch)
     dim, block_size, q_block_size = sizes
     layout = builders.dense_causal(512, block_size=block_size, q_block_size=q_block_size)
     ends = jnp.array([0, 300, 512], jnp.int32)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 from lowering import lower_for_four
+from support import as_if_cuda
 
 import pallas_attn
-from pallas_attn._call import dispatch
 
 TARGET = "pallas_attn_attention_backward_sm90"
 GRADIENTS = pallas_attn.FlashAttentionCudaConfig(backward="cuda")
@@ -70,8 +70,7 @@ def test_its_own_gradients(case):
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Manual])
 def test_each_device_calls_it_with_what_is_its_own(monkeypatch, axis_type):
     """Explicit axes, and shard_map's, whose check of what varies it passes."""
-    monkeypatch.setitem(dispatch.installed, "cuda", lambda: None)
-    monkeypatch.setattr("pallas_attn._call.ffi.register", lambda: None)
+    as_if_cuda(monkeypatch)
     specs = [PartitionSpec("x", None, "y")] * 3
     arrays = [jax.ShapeDtypeStruct((2, 2048, heads, 128), jnp.bfloat16) for heads in (16, 4, 4)]
 

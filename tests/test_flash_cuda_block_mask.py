@@ -97,13 +97,15 @@ def test_more_blocks_than_are_kept_make_nan_in_rows_beyond():
     assert np.isnan(out[:, 9 * 128 :]).all()
 
 
-def over(query, key, value, ids, *, implementation="cuda", **options):
+def over(query, key, value, ids, *, implementation="cuda", config=None, **options):
     """Built inside jit, of documents."""
     mask = block_mask(
         mods.and_masks(mods.causal(), mods.documents(ids)), q_len=2048, kv_len=2048,
         **{"max_partial": 64} | options,
     )  # fmt: skip
-    return pallas_attn.flash_attention(query, key, value, block_mask=mask, implementation=implementation)
+    return pallas_attn.flash_attention(
+        query, key, value, block_mask=mask, implementation=implementation, config=config
+    )
 
 
 IDS = jax.ShapeDtypeStruct((2048,), jnp.int32)
@@ -147,6 +149,13 @@ def test_unasked_for_it_is_not_taken_and_bits_are_not_made(built):
 def test_what_it_does_not_serve_it_says(built, options, dtype, reason):
     with abstract_mesh(H100), pytest.raises(ValueError, match=f"'cuda' cannot serve this call: {reason}"):
         jax.eval_shape(functools.partial(over, **options), *shapes(dtype=dtype), IDS)
+
+
+def test_its_gradients_are_not_the_cuda_kernels(built):
+    """Which would not ask the mask."""
+    config = pallas_attn.FlashAttentionCudaConfig(backward="cuda")
+    with abstract_mesh(H100), pytest.raises(ValueError, match="'cuda', which takes no block_mask"):
+        jax.eval_shape(functools.partial(over, config=config), *shapes(), IDS)
 
 
 def test_each_device_has_its_own_lists_and_all_bits(built):

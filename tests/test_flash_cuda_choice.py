@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from jax import export
 from lowering import abstract_mesh, lower_for_gpu
-from support import unchecked
+from support import as_if_cuda, unchecked
 
 import pallas_attn
 from pallas_attn import FlashAttentionCudaConfig, FlashAttentionTiles
-from pallas_attn._call import dispatch
 from pallas_attn.ops.flash_attention import cuda
 
 pytestmark = pytest.mark.once
@@ -24,9 +23,7 @@ FORCED = {"implementation": "cuda"}
 
 @pytest.fixture
 def built(monkeypatch):
-    """As if the library were there."""
-    monkeypatch.setitem(dispatch.installed, "cuda", lambda: None)
-    monkeypatch.setattr("pallas_attn._call.ffi.register", lambda: None)
+    as_if_cuda(monkeypatch)
 
 
 def shapes(length: int = 2048, dim: int = 128, dtype="bfloat16") -> list[jax.ShapeDtypeStruct]:
