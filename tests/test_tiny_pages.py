@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import ON_GPU
+from support import COMPILED, ON_GPU
 
 import pallas_attn
 from pallas_attn import PagedAttentionConfig, RaggedAttentionConfig, RaggedTiles
@@ -69,7 +69,10 @@ def attend(op: str, page_size: int, implementation: str, layout="NHD", config=Tr
     tokens = jnp.asarray(normal(1, 9, 2 * HEADS, DIM))
     if op == "mla_decode":
         (pool, _), tables = laid(page_size, layout, fault, 1, 576)
-        return call(jnp.asarray(normal(0, 3, 1, 4, 576)), pool, tables, lens)
+        latents = [x.astype(jnp.bfloat16) for x in (jnp.asarray(normal(0, 3, 1, 4, 576)), pool)]
+        if implementation not in COMPILED:  # tiles of 576 fit compiled kernels in 16 bits alone
+            latents = [x.astype(jnp.float32) for x in latents]
+        return call(*latents, tables, lens)
     (keys, values), tables = laid(page_size, layout, fault, HEADS, DIM)
     if op == "paged_attention":
         return call(tokens[:3], keys, values, tables, lens, layout=layout)
@@ -85,7 +88,10 @@ def attend(op: str, page_size: int, implementation: str, layout="NHD", config=Tr
 def assert_same(found, expected) -> None:
     for ours, right in zip(found, expected, strict=True):
         assert np.isfinite(np.where(np.isneginf(right), 0, right)).all()
-        np.testing.assert_allclose(ours, right, rtol=1e-4, atol=1e-5)
+        rounded = found[0].dtype == jnp.bfloat16
+        np.testing.assert_allclose(
+            np.float32(ours), right, rtol=2e-2 if rounded else 1e-4, atol=1e-2 if rounded else 1e-5
+        )
     assert np.abs(expected[0]).max() > 0.5
 
 
