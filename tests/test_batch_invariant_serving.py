@@ -138,7 +138,6 @@ def everywhere(engine: Engine, mine, others, fewer: int) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.sweep
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("kind", "dtype", "cache_dtype"),

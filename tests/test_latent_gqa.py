@@ -17,7 +17,6 @@ from pallas_attn.models import Llama, LlamaConfig, generate
 from pallas_attn.nn import LatentGQA, PagedAttention
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", ["xla", "interpret", *ON_GPU])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),

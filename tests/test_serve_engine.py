@@ -73,6 +73,7 @@ def test_what_was_found_in_the_cache_is_told(server):
 
 
 @pytest.mark.once
+@pytest.mark.slow
 def test_samples_are_those_of_generate(server):
     """Drawn, several to a prompt, with log-probabilities."""
     expected = answers(Sampling(temperature=1.5, seed=3, n=2, frequency_penalty=0.5, logprobs=2))
