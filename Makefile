@@ -48,12 +48,9 @@ demo-check: .venv/.package .venv/.test ## the same, compared with transformers o
 
 # Most of a test's time goes into compiling for the CPU. XLA's former way of doing it takes a third of the time; jax
 # 0.12 has it no longer. So the oldest jax runs all tests, and the newest those that are to be asked of both. A program
-# is compiled in one piece: to cut it up for other cores, which have tests of their own, costs a quarter more. To look
-# into loops for what could stand outside of them, a sixth: an interpreted kernel is one loop in another, and runs once.
-PLAIN := --xla_disable_hlo_passes=simplify-while-loops,while-loop-invariant-code-motion,while-loop-constant-sinking
-IN_ONE_PIECE := --xla_cpu_parallel_codegen_split_count=1
-FORMER := --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
-ON_OLDEST := PYTHONPATH=$(OLDEST) XLA_FLAGS="$(PLAIN) $(IN_ONE_PIECE) $(FORMER)"
+# is compiled in one piece: to cut it up for other cores, which have tests of their own, costs a quarter more.
+ON_OLDEST := PYTHONPATH=$(OLDEST) \
+	XLA_FLAGS="--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
 
 test: environment ## what needs no GPU, on the oldest jax: a sample that has every option of every op
 	$(ON_OLDEST) $(PYTEST) --sample

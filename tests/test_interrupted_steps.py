@@ -143,7 +143,7 @@ class History:
 @pytest.mark.parametrize(
     ("instructions", "times"), [(False, 3000), (True, 1500)], ids=["lines", "instructions"]
 )
-@pytest.mark.sweep(instructions=None, times=None)
+@pytest.mark.slow
 def test_steps_that_are_interrupted_anywhere_are_made_up_for(instructions, times):
     with Interrupts(HOST, instructions) as interrupts:
         for seed in itertools.count():
