@@ -58,6 +58,7 @@ def test_prompts_may_be_read_in_chunks(model, chunk):
 
 
 @pytest.mark.once
+@pytest.mark.slow
 def test_prompts_see_an_8_bit_cache_as_it_is_stored(model):
     """Whole or token by token: a single token begins each page then, and what follows may be larger."""
     options = dict(max_new_tokens=1, page_size=5, return_logits=True)

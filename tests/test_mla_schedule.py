@@ -80,6 +80,7 @@ def check_slots(num_splits, num_parts):
 @pytest.mark.once  # test_edges has the newest jax compute schedules
 @settings(max_examples=1000, deadline=None)
 @given(problems())
+@pytest.mark.slow
 def test_equals_the_plain_model(problem):
     check(*problem)
 

@@ -262,6 +262,7 @@ def test_what_ends_an_answer(model):
 
 
 @pytest.mark.once
+@pytest.mark.slow
 def test_penalties_survive_being_sent_back(model):
     """Two requests and pages for hardly more than one: what was said before counts on."""
     samplings = (Sampling(repetition_penalty=1.4, frequency_penalty=0.4),) * 2

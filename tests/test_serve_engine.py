@@ -105,6 +105,7 @@ def test_samples_are_those_of_generate(server):
 CLIENTS, ROUNDS = 64, 4
 
 
+@pytest.mark.slow
 def test_many_clients_some_of_whom_go_away(server):
     """Nothing is lost: each answer that was waited for is the one of its prompt, and each page comes back."""
     decode, wrong, kept = byte_tokenizer().decode, [], []
