@@ -52,7 +52,7 @@ demo-check: .venv/.package .venv/.test ## the same, compared with transformers o
 ON_OLDEST := PYTHONPATH=$(OLDEST) \
 	XLA_FLAGS="--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
 
-test: environment ## what needs no GPU, on the oldest jax; of sweeps over many cases a sample that has every option
+test: environment ## what needs no GPU, on the oldest jax: a sample that has every option of every op
 	$(ON_OLDEST) $(PYTEST) --sample
 
 test-all: environment ## all cases on the oldest jax, and on the newest a sample of what depends on jax; as in CI

@@ -80,7 +80,6 @@ def placed(mesh: jax.sharding.Mesh, specs: dict[str, P]) -> dict[str, jax.Array]
     return {n: jax.device_put(x, NamedSharding(mesh, specs.get(n, P()))) for n, x in arguments().items()}
 
 
-@pytest.mark.sweep
 @KINDS
 @IMPLEMENTATIONS
 def test_heads(kind, implementation):

@@ -56,9 +56,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--sample", action="store_true", help="of tests marked `sweep` the cases that sample.py chooses"
-    )
+    parser.addoption("--sample", action="store_true", help="the tests and cases that sample.py chooses")
 
 
 def pytest_report_header() -> str:
@@ -69,7 +67,7 @@ def pytest_report_header() -> str:
 # GPU tests that run what Pallas compiles, and not the same by Triton itself.
 UNPAIRED = pytest.StashKey[list[str]]()
 # What a sample is taken of, had -m and -k left nothing out.
-SWEEPS = pytest.StashKey[list[pytest.Item]]()
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
 
 
 @pytest.fixture
@@ -96,8 +94,8 @@ def unpaired(pytestconfig: pytest.Config) -> list[str]:
 
 
 @pytest.fixture
-def sweeps(pytestconfig: pytest.Config) -> list[pytest.Item]:
-    return pytestconfig.stash[SWEEPS]
+def collected(pytestconfig: pytest.Config) -> list[pytest.Item]:
+    return pytestconfig.stash[COLLECTED]
 
 
 def asks_for_pallas(item: pytest.Item) -> bool:
@@ -120,7 +118,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         deselect(config, items, by_pallas)
     if jax.default_backend() != "gpu":
         deselect(config, items, [item for item in items if item.get_closest_marker("gpu")])
-    config.stash[SWEEPS] = [item for item in items if item.get_closest_marker("sweep")]
+    config.stash[COLLECTED] = [*items]
     yield
     if config.getoption("sample"):
         deselect(config, items, sample.left_out_of(items))

@@ -32,8 +32,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "interpret"]
 
 
 def kinds_and_implementations(test):
-    """Of the four a sample has two, in which each kind of axes and each implementation is."""
-    return pytest.mark.sweep(KINDS(IMPLEMENTATIONS(test)))
+    return KINDS(IMPLEMENTATIONS(test))
 
 
 # What follows from `partition.plan`, whose answers every jax is given in the same two ways.

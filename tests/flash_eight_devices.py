@@ -58,7 +58,6 @@ def check(got) -> None:
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-5), got, expected())
 
 
-@pytest.mark.sweep
 @KINDS
 @IMPLEMENTATIONS
 def test_batch_and_heads(kind, implementation):
@@ -80,7 +79,6 @@ def test_what_is_sharded_otherwise_is_brought_together(kind):
     check(gradients("interpret")(floats, floats.pop("segment_ids")))
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("ids", [P("data"), P()], ids=["sharded", "whole"])
 @pytest.mark.parametrize("form", ["segment_ids", "pair", "lengths", "of keys"])
 def test_documents_in_a_mesh_that_is_set(form, ids):

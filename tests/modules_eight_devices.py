@@ -93,7 +93,6 @@ def assert_same(function, arguments, specs, like: int | None = None) -> None:
 
 
 @OURS_ALONE
-@pytest.mark.sweep
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_attention_over(kind, form):
@@ -111,7 +110,6 @@ def test_attention_over(kind, form):
 
 
 @OURS_ALONE
-@pytest.mark.sweep
 @pytest.mark.parametrize("chosen", [False, True], ids=["all tokens", "chosen tokens"])
 @pytest.mark.parametrize("form", [name for name in FORMS if "head" not in name and "both" not in name])
 def test_latent_attention_over_hidden_states(form, chosen):

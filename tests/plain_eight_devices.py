@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 import pallas_attn
 
 
-@pytest.mark.sweep
 @KINDS
 @IMPLEMENTATIONS
 def test_mla_prefill(kind, implementation):

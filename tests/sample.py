@@ -1,7 +1,8 @@
-"""Which cases of a sweep `--sample` takes: as few as have every value of every argument.
+"""Which tests `--sample` takes: of each file as few cases as have every test and every value of every argument.
 
 Of an op's case (`pallas_attn/testing`) that is every size but lengths, and every option beside each implementation. A
-sweep may say what of an argument's values is to be there: `sweep(case=options_of)`, `sweep(seed=None)` for any of them.
+test may say what of an argument's values is to be there: `sweep(case=options_of)`, `sweep(seed=None)` for any of them.
+All cases are taken of negative controls, which are marked `control`, and none of what is marked `slow`.
 """
 
 import collections
@@ -16,11 +17,13 @@ LENGTHS = {"seq_lens", "lens", "kv_len", "lengths", "spare_pages", "uses"}
 
 
 def left_out_of(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    sweeps = collections.defaultdict(list)
+    slow, files = [], collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sweep"):
-            sweeps[item.nodeid.partition("[")[0]].append(item)
-    return [item for cases in sweeps.values() for item in _dispensable(cases)]
+        if item.get_closest_marker("slow"):
+            slow.append(item)
+        elif not item.get_closest_marker("control"):
+            files[item.nodeid.partition("::")[0]].append(item)
+    return slow + [item for cases in files.values() for item in _dispensable(cases)]
 
 
 def _dispensable(cases: list[pytest.Item]) -> list[pytest.Item]:
@@ -39,7 +42,7 @@ def _dispensable(cases: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def _contents(item: pytest.Item) -> Iterator[Hashable]:
-    yield "a case"
+    yield item.nodeid.partition("[")[0]
     arguments = item.callspec.params if hasattr(item, "callspec") else {}
     marker = item.get_closest_marker("sweep")
     by = marker.kwargs if marker else {}
@@ -47,7 +50,9 @@ def _contents(item: pytest.Item) -> Iterator[Hashable]:
         if name in by:
             yield from ((name, part) for part in by[name](value)) if by[name] else ()
         elif is_case(value):
-            yield from sizes_and_options(value, arguments.get("implementation"))
+            beside = value.op, arguments.get("implementation")
+            yield from ((value.op, *one) for one in sizes(value))
+            yield from ((*beside, option) for option in options(value))
         else:
             yield name, repr(value)
 
@@ -56,13 +61,17 @@ def is_case(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "op")
 
 
-def sizes_and_options(case: Any, implementation: str | None) -> Iterator[Hashable]:
-    yield from ((tag, implementation) for tag in getattr(case, "tags", ()))
+def options(case: Any) -> Iterator[Hashable]:
+    """What it has beyond a plain call."""
+    yield from getattr(case, "tags", ())
+    for field in dataclasses.fields(case):
+        has_default = field.default is not dataclasses.MISSING
+        if has_default and field.name not in LENGTHS and getattr(case, field.name) != field.default:
+            yield field.name
+
+
+def sizes(case: Any) -> Iterator[Hashable]:
     for field in dataclasses.fields(case):
         value, has_default = getattr(case, field.name), field.default is not dataclasses.MISSING
-        if field.name in LENGTHS:
-            continue
-        if has_default:
-            yield field.name, value != field.default, implementation
-        if isinstance(value, str) or not has_default:
+        if field.name not in LENGTHS and (isinstance(value, str) or not has_default):
             yield field.name, repr(value)

@@ -42,6 +42,7 @@ def test_nobody_else_asks_what_a_gpu_is():
     "line",
     ["d.compute_capability == 90", "capability is None or capability >= 89", "x.capability in (None, 90)"],
 )
+@pytest.mark.control
 def test_who_asked_would_be_seen(line):
     assert asks(line)
 

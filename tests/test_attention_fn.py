@@ -21,7 +21,6 @@ def of_nnx(dropout_rate: float = 0.0) -> nnx.MultiHeadAttention:
     return nnx.MultiHeadAttention(2, 16, decode=False, dropout_rate=dropout_rate, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.sweep
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("how", [dict(mask=MASK), dict(is_causal=True)], ids=["mask", "is_causal"])
 def test_an_nnx_module_trains_the_same(implementation, how):

@@ -138,7 +138,6 @@ def everywhere(engine: Engine, mine, others, fewer: int) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.sweep
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("kind", "dtype", "cache_dtype"),
@@ -223,6 +222,7 @@ def test_each_row_is_chosen_for_by_the_program_of_its_own_sampling(prompts, monk
 
 
 @pytest.mark.once
+@pytest.mark.slow
 def test_generate_answers_as_to_each_prompt_alone(prompts):
     mine, others = prompts
     model, rng = made("dense", "float32"), np.random.default_rng(1)

@@ -120,6 +120,7 @@ def mla_decode(query, cache, table, lengths, *, schedule, causal, return_lse, im
 '''
 
 
+@pytest.mark.slow
 def test_another_checkout(tmp_path):
     """In a process of its own: it replaces the package."""
     package = tmp_path / "before" / "pallas_attn"

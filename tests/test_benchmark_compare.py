@@ -64,6 +64,7 @@ def test_cells_are_told_apart_by_op_and_implementation(compared):
     assert "new / old 1.260" in printed, "the geometric mean of 1, 1 and 2"
 
 
+@pytest.mark.control
 def test_a_figure_that_was_lost_fails(compared):
     status, printed = compared(
         [row("a", 100), row("b", 100)], [row("a", 100), row("b", None, note="WRONG: error 1")]

@@ -23,6 +23,7 @@ def test_requests_have_the_lengths_that_are_promised():
 
 
 @pytest.mark.parametrize(("wrong", "status"), [(None, 0), (5, 1)])
+@pytest.mark.control
 def test_a_wrong_token_is_an_error(monkeypatch, tmp_path, capsys, wrong, status):
     def alone(model, prompts, max_new_tokens, prefill_chunk=None, page_size=16):
         (prompt,) = prompts

@@ -46,6 +46,7 @@ def test_what_is_kept_is_cited():
     assert not [name for name in kept() if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
 
 
+@pytest.mark.control
 def test_a_citation_is_seen():
     text = "(`*-44bbe31-mla_decode-jax.csv`; `*-3ce4e35-*`) ![x](benchmarks/results/h100/2026-11-22-44bbe31-a.png)"
     assert CITATION.findall(text) == [

@@ -169,6 +169,7 @@ def test_where_git_does_not_know_the_commit_nothing_is_kept(monkeypatch, capsys)
 
 @pytest.mark.parametrize("call", [0, -1], ids=["first call", "last call"])
 @pytest.mark.parametrize("damage", [1.1, np.nan])
+@pytest.mark.control
 def test_what_is_wrong_gets_no_figure(monkeypatch, capsys, call, damage):
     """One sequence of the first or the last call."""
     made = workloads.paged_attention.PagedAttention.compile
@@ -198,6 +199,7 @@ def test_what_is_wrong_gets_no_figure(monkeypatch, capsys, call, damage):
     assert all(row.ok for row in rows())
 
 
+@pytest.mark.control
 def test_a_library_that_is_wrong_gets_no_figure(monkeypatch):
     """Through the real loop: a call that forgets the newest token."""
     attend = pallas_attn.paged_attention

@@ -36,6 +36,7 @@ def test_a_visit():
 
 
 @pytest.mark.parametrize(("text", "free", "right"), [("x", 7, True), ("y", 7, False), ("x", 6, False)])
+@pytest.mark.control
 def test_a_soak_notices(monkeypatch, tmp_path, capsys, text, free, right):
     stats = dict(
         running=0, waiting=0, pages=9, free_pages=free, cached_pages=2, finished={}, device_bytes=0, rss=0

@@ -94,6 +94,7 @@ def test_counts_are_refused_by_the_program_s_name(capsys):
     )
 
 
+@pytest.mark.slow
 def test_cells_are_timed_beside_auto(monkeypatch, capsys):
     seconds = iter([1.0, 2.0] * 3)
     monkeypatch.setattr(timing, "device_samples", lambda run, repeats: [next(seconds)] * repeats)
@@ -106,6 +107,7 @@ def test_cells_are_timed_beside_auto(monkeypatch, capsys):
     assert line.count("(") == 2
 
 
+@pytest.mark.control
 def test_what_is_wrong_has_no_figure_and_a_status(monkeypatch, capsys):
     monkeypatch.setattr(timing, "device_samples", lambda run, repeats: [1.0] * repeats)
     monkeypatch.setattr(timing, "warm_up", lambda run: None)

@@ -115,6 +115,7 @@ def test_a_step_is_timed_and_who_cannot_is_told(monkeypatch, capsys):
     assert "jax's private q_offsets" in packed
 
 
+@pytest.mark.control
 def test_a_wrong_attention_is_not_timed(monkeypatch, capsys):
     right = attentions.known(64)["jax-xla"]
     wrong = right._replace(attend=lambda *given: 3 * right.attend(*given))

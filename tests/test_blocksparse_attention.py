@@ -50,7 +50,6 @@ def check(case, data, out, lse):
     compare.assert_lse_close(lse, expected_lse, dtype=case.dtype, case_id=case.id)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "case",
@@ -66,13 +65,13 @@ def test_matches_reference(case, implementation):
 
 
 @pytest.mark.parametrize("case", [c for c in TEST_CASES if c.pattern != "dense"], ids=lambda case: case.id)
+@pytest.mark.control
 def test_a_forgotten_pattern_is_caught(case):
     data = make(case)
     with pytest.raises(AssertionError):
         check(case, data, *reference(case, data, dense=True))
 
 
-@pytest.mark.sweep
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ def check(case):
 
 @gpu
 @pytest.mark.parametrize("case", [c for c in CASES if c.pattern != "dense"], ids=lambda case: case.id)
+@pytest.mark.control
 def test_another_layout_is_caught(case):
     data = make(case)
     dense = builders.dense_causal(case.max_len, block_size=case.block_size, q_block_size=case.q_block_size)

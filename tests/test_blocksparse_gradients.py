@@ -81,7 +81,6 @@ def check(case, got, expected):
         assert error < CAP[case.dtype], f"{case.id}: d_{name}: {error:.1e}"
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", ["xla", *KERNELS])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_gradients_match_float64(case, implementation):

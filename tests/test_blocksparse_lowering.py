@@ -80,7 +80,6 @@ CASES = [
     ids=lambda value: getattr(value, "id", str(value)),
 )
 @pytest.mark.once
-@pytest.mark.sweep
 def test_kernels_compile(case, sm):
     kernels = lowering.compile_kernels(lowered(case, 4096, case.num_heads, lowering.DEVICES[sm]), sm)
     assert [k.name.removeprefix("pallas_attn_blocksparse_") for k in kernels][:2] == ["prefill", "decode"]
@@ -112,7 +111,6 @@ GRADIENT_CASES = [
     ids=lambda value: getattr(value, "id", str(value)),
 )
 @pytest.mark.once
-@pytest.mark.sweep
 def test_gradients_compile(case, sm):
     made = lowered(case, 4096, case.num_heads, lowering.DEVICES[sm], gradients=True)
     # Triton 3.6 has no room for heads of 256: 504 bytes of dkv's are spilled.
@@ -133,7 +131,6 @@ def test_gradients_compile(case, sm):
             assert kernel.ptx.count("cp.async.cg") >= 12, name
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("triton", lowering.TRITON_ENDS)
 def test_keys_are_copied_two_steps_ahead(triton):
     """A column that is loaded asynchronously itself would cost the keys a step (see `walk.spoiled`)."""

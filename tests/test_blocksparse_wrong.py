@@ -114,6 +114,7 @@ def gradients(implementation: str):
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("which", WRONG)
+@pytest.mark.control
 def test_no_gradient_of_a_wrong_layout_looks_right(which, implementation):
     """Of queries of wrong rows it is NaN. All else is NaN or what the right rows give alone."""
     array, place, value, rows = WRONG[which]

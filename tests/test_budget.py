@@ -35,7 +35,6 @@ DRAWN = [
 
 
 @pytest.mark.once
-@pytest.mark.sweep
 @pytest.mark.parametrize(("op", "seed", "sm"), DRAWN)
 def test_drawn_calls_fit(op, seed, sm):
     """`python tests/measured_budget.py` draws more of them."""
@@ -101,6 +100,7 @@ def test_what_did_not_fit(name):
 
 
 @pytest.mark.once
+@pytest.mark.control
 def test_what_is_forgotten_of_a_tile_is_caught(monkeypatch):
     """Negative control, in pages of one token: logits change their layout, and no bytes were left for that."""
     monkeypatch.setattr(budget.Tile, "exchanged_bytes", lambda tile, device: 0)
@@ -122,7 +122,6 @@ def test_knows_what_compilers_make_of_it():
 
 
 @pytest.mark.once
-@pytest.mark.sweep
 def test_a_single_stage_converts_in_registers():
     """Over bytes of MLA: figures of Triton, which has no room for as much in a second stage."""
     tile = latent_problem.needs(16, 128, 8, 1, fp8=True)

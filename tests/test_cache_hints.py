@@ -44,7 +44,6 @@ def assert_results_evicted_last(kernel: lowering.Compiled) -> None:
     assert any("L1::evict_last" in line for line in stores)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("triton", lowering.TRITONS)
 def test_hints_of_mla_arrive(triton):
     kernel = lowering.compile_text("mla", mla_kernel(), 90, triton, num_warps=4, num_stages=1)
@@ -52,7 +51,6 @@ def test_hints_of_mla_arrive(triton):
     assert_results_evicted_last(kernel)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("triton", lowering.TRITONS)
 def test_hints_of_asynchronous_copies_arrive(triton):
     """Triton before 3.9 has them on the copy and writes the copy without: the compiler's own limit, so noted here."""
@@ -66,8 +64,8 @@ def test_hints_of_asynchronous_copies_arrive(triton):
         assert_latents_evicted_first(kernel, "async_copy_global_to_local", "cp.async")
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("triton", lowering.TRITONS)
+@pytest.mark.control
 def test_a_lost_hint_is_noticed(triton):
     plain = re.sub(r" evictionPolicy = \w+| \{cachePolicy = [^}]*\}", "", mla_kernel())
     assert hints(plain) == {"evict_first": 0, "evict_last": 0}

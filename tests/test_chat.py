@@ -40,6 +40,7 @@ def chat(tiny: str, lines: list[str], monkeypatch, capsys, *options: str) -> tup
     return captured.out.splitlines(), captured.err
 
 
+@pytest.mark.slow
 def test_every_turn_answers_the_whole_conversation(tiny, monkeypatch, capsys):
     answers, err = chat(tiny, ["hello", "", "abc", "/new", "hello"], monkeypatch, capsys, "--system", "x")
     loaded = load_gguf(tiny)

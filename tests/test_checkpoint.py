@@ -94,6 +94,7 @@ def test_logits_are_those_of_transformers(saved, answered, family):
         assert np.abs(expected).max() > 1, "logits that differ"
 
 
+@pytest.mark.control
 def test_a_setting_that_were_ignored_would_show(saved, answered, tmp_path):
     family, without = "qwen2-windows", {"use_sliding_window": False, "layer_types": None}
     folder, _ = saved(family)

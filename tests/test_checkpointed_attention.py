@@ -91,7 +91,6 @@ def test_a_name_is_a_string(function):
         function(jnp.ones((1, 32, 2, 16)), residual_checkpoint_name=3)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("derivative", ["jvp", "jacfwd", "hessian"])
 @FUNCTIONS
 def test_forward_mode_is_refused_in_words(function, derivative):

@@ -35,7 +35,6 @@ def ragged_arguments(dtype=F32):
     }
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     "options", [{}, {"sm_scale": 0.3, "sliding_window": 6}, {"soft_cap": 2.0, "mask_value": None}], ids=str
 )
@@ -234,7 +233,6 @@ def v3_meant(
     return out, cache
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

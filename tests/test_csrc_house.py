@@ -32,3 +32,11 @@ def test_the_floors_are_there() -> None:
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(CSRC)))
 def test_a_file_holds_one_idea(source: Path) -> None:
     assert len(source.read_text().splitlines()) <= 450
+
+
+def test_is_framework_free() -> None:
+    for source in SOURCES:
+        included = re.findall(r'#include [<"]([^>"]+)[>"]', source.read_text())
+        assert not [
+            name for name in included if re.match(r"(xla|jax|torch|ATen|Python|cute|cutlass)", name)
+        ], source

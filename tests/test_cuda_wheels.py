@@ -52,6 +52,7 @@ def test_configures_without_nvcc(nvcc: str, reason: str, tmp_path: Path) -> None
     assert (tmp_path / "no_cuda_library.txt").read_text() == f"{reason}\n"
 
 
+@pytest.mark.slow
 def test_builds_with_nvcc_from_wheels(tmp_path: Path, build_backend: ModuleType) -> None:
     """As on a machine without a CUDA toolkit: that they are found, compile for the host and the device, and link."""
     cmake, ninja = _build_tools()

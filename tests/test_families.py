@@ -266,6 +266,7 @@ def nn_rms_of(norm):
 
 
 @pytest.mark.parametrize(("case", "what"), [(case, what) for case in CASES for what in CASES[case][2]])
+@pytest.mark.control
 def test_what_a_family_has_of_its_own_would_show(folders, case, what):
     tokens = [*PROMPT, *PROMPT[::-1]]
     expected = expected_logits(case, tokens)

@@ -1,6 +1,7 @@
 """Finding the CUDA library, and what a call of it looks like to XLA. No GPU."""
 
 import ctypes.util
+import re
 from pathlib import Path
 
 import jax
@@ -15,6 +16,8 @@ from pallas_attn._call import ffi
 from pallas_attn._call.pools import PoolShape
 from pallas_attn.ops.mla_decode import cuda
 from pallas_attn.ops.mla_decode.schedule_cuda import mla_schedule_cuda
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -285,3 +288,12 @@ def test_vmap_is_a_loop_of_calls() -> None:
 )
 def test_unsupported(dtype, page_size: int, num_kv_heads: int, reason: str | None) -> None:
     assert cuda.unsupported(dtype, PoolShape(10, page_size, num_kv_heads, 576)) == reason
+
+
+def test_every_call_from_python_is_a_target() -> None:
+    targets = re.findall(r"^PALLAS_ATTN_TARGET\((\w+)\)", (ROOT / "xla_ffi/targets.def").read_text(), re.M)
+    sources = [path.read_text() for path in (ROOT / "pallas_attn").rglob("*.py")]
+    called = {
+        name for text in sources for name in re.findall(r'(?:ffi_call\(\s*|^TARGET = )"(\w+)"', text, re.M)
+    }
+    assert called == set(targets)

@@ -20,7 +20,7 @@ from pallas_attn.testing.flash_attention import FLASH_CASES, SMALL_TILES, FlashC
 
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 # The newest jax has the case that has everything.
-MARKS = pytest.mark.once, pytest.mark.sweep
+MARKS = pytest.mark.once
 CASES = [*(pytest.param(case, marks=MARKS) for case in FLASH_CASES[:-1]), FLASH_CASES[-1]]
 # A row's error over the root mean square of its array's rows; ten to twenty times what rounding alone leaves.
 GRADIENT_CAP = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 2e-5}
@@ -97,6 +97,7 @@ EVERYTHING = FLASH_CASES[-1]
 @pytest.mark.parametrize(
     "option", ["causal", "sliding_window", "q_offset", "softcap", "sinks", "bias", "mask", "segments"]
 )
+@pytest.mark.control
 def test_a_feature_that_is_ignored_is_caught(option):
     """Negative control: of the comparison above, each of whose parts must object alone."""
     ignored = EVERYTHING.without(option)
@@ -115,6 +116,7 @@ def test_a_feature_that_is_ignored_is_caught(option):
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", ["d_query", "d_key", "d_value", "d_sinks", "d_bias"])
+@pytest.mark.control
 def test_gradients_of_zero_or_of_half_the_heads_are_caught(name):
     expected = reference(EVERYTHING, make(EVERYTHING))
     for wrong in (np.zeros_like(expected[name]), expected[name] / 2):
@@ -145,7 +147,6 @@ def packed(length: int, *documents: int) -> jnp.ndarray:
     return jnp.asarray(ids[None], jnp.int32)
 
 
-@pytest.mark.sweep
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -229,7 +230,6 @@ def test_what_lies_behind_cu_q_lens_is_padding(implementation):
     assert (lse[:, 40:] == -jnp.inf).all()
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 @pytest.mark.parametrize("offset", [2**30, 2**30 - 4, 2**30 - 8, 0, -(2**30)])
 def test_bounds_beyond_all_tokens(offset, implementation):

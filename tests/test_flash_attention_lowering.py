@@ -58,7 +58,6 @@ def compiled(case: FlashCase, sm: int, triton: str = lowering.USUAL_TRITON) -> d
     ids=lambda value: getattr(value, "id", str(value)),
 )
 @pytest.mark.once
-@pytest.mark.sweep
 def test_compiles(case, sm):
     kernels = compiled(case, sm)
     assert kernels.keys() == {"", "_dq", "_dkv"} | ({"_dbias"} if case.bias else set())
@@ -67,7 +66,6 @@ def test_compiles(case, sm):
         assert ("mma" in kernel.ptx) == (case.dtype != "float32"), f"{name}: the tensor cores are not used"
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("triton", lowering.TRITON_ENDS)
 def test_the_fast_case_is_pipelined_and_asynchronous(triton):
     """On Hopper: warpgroup products, copies ahead of them, weights from registers, and next to nothing spilled."""
@@ -95,7 +93,6 @@ MODS = {
 }
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", ["pallas", "triton"])
 @pytest.mark.parametrize("name", MODS)
 def test_functions_of_the_callers_are_part_of_the_kernels(name, implementation):

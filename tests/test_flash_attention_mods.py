@@ -167,7 +167,6 @@ def expected(name: str):
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_is_what_all_pairs_say(name, implementation):
@@ -202,6 +201,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
+@pytest.mark.control
 def test_what_is_wrong_is_seen(name):
     query, key, value, _ = inputs("causal")
     wrong, right = WRONG[name], lambda s, b, h, q, k: _by_all(s, b, h, k)
@@ -309,6 +309,7 @@ def test_64_bit_types_change_nothing(implementation):
     close(got, want)
 
 
+@pytest.mark.slow
 def test_many_closures_compile_once():
     query, key, value, _ = inputs("alibi")
     compiled = []

@@ -34,7 +34,6 @@ def assert_close(got, expected) -> None:
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-6, rtol=1e-5), got, expected)
 
 
-@pytest.mark.sweep
 @IMPLEMENTATIONS
 def test_scan_over_checkpointed_layers(implementation):
     """Each layer's query is the one before's output; with and without recomputing."""
@@ -61,7 +60,6 @@ def test_scan_over_checkpointed_layers(implementation):
         assert_close(got, expected)
 
 
-@pytest.mark.sweep
 @IMPLEMENTATIONS
 def test_vmap_of_gradients(implementation):
     """Over what is mapped and what is not: the keys are the same for all, and their gradients are not."""
@@ -222,7 +220,6 @@ PAIRWISE = {
 TAKEN = {f"scale, {name}": {"scale": scale} for name, scale in SCALES.items()} | PAIRWISE
 
 
-@pytest.mark.sweep
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("name", TAKEN)
 def test_arguments_that_only_jax_nn_has(name, implementation):

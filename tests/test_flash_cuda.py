@@ -81,6 +81,7 @@ def test_out_is_the_same_without_gradients(case):
 @pytest.mark.parametrize(
     "change", [{"softcap": None}, {"sliding_window": (31, 20)}, {"q_offset": 1}, {"causal": False}]
 )
+@pytest.mark.control
 def test_a_dropped_feature_is_caught(change):
     """The comparison notices what a kernel that ignores an option would make."""
     case = FlashCase(

@@ -48,7 +48,6 @@ def test_a_row_stops_at_a_stop_token_and_the_rest_goes_on(model):
     assert stopped.lengths[0] <= 5 < max(stopped.lengths)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("chunk", [1, 3, 5, 100])
 def test_prompts_may_be_read_in_chunks(model, chunk):
     """That end at, before and behind the ends of prompts."""
@@ -59,6 +58,7 @@ def test_prompts_may_be_read_in_chunks(model, chunk):
 
 
 @pytest.mark.once
+@pytest.mark.slow
 def test_prompts_see_an_8_bit_cache_as_it_is_stored(model):
     """Whole or token by token: a single token begins each page then, and what follows may be larger."""
     options = dict(max_new_tokens=1, page_size=5, return_logits=True)
@@ -202,7 +202,6 @@ STORED = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sweep
 @STORED
 def test_decoding_is_one_loop_that_updates_the_pool_in_place(dtype, cache_dtype):
     made_for = programs(dtype, cache_dtype)
@@ -239,6 +238,7 @@ def test_the_loop_lowers_for_an_h100_with_our_kernels_inside(dtype, cache_dtype)
     assert lowered.as_text().count("stablehlo.while") == 1
 
 
+@pytest.mark.control
 def test_the_pool_check_notices_a_copy():
     """Negative control of the test above."""
     program = jax.jit(lambda pool: (pool, pool.at[1].set(0.0)))

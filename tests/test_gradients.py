@@ -109,7 +109,6 @@ def test_paged_attention(option):
         assert np.abs(gradient).max() > 0.01, name
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("causal", [False, True])
 def test_mla_decode(causal):
     case = cases.MLADecodeCase((300, 17), 4, q_len=2, causal=causal, page_size=16, dtype="float32")
@@ -175,7 +174,6 @@ def test_scales_and_the_query_of_a_quantised_cache():
         jax.grad(total, 3)(query, *scales, keys)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("op", ["paged_attention", "mla_decode"])
 def test_backwards_memory_does_not_follow_the_table(op):
     """Weights are worked out again, chunk by chunk."""

@@ -10,8 +10,6 @@ import pallas_attn
 from pallas_attn import LocalStride
 from pallas_attn.ops.blocksparse_attention import builders
 
-pytestmark = pytest.mark.sweep
-
 TABLES = jnp.array([[2, 0, 2147480000], [1, -1, 5], [4, 3, -7]], jnp.int32)
 LENS, BOUNDS, TOKENS = jnp.array([11, 0, 16], jnp.int32), jnp.array([0, 3, 3, 7], jnp.int32), 7
 PER_HEAD = jnp.linspace(0.1, 1, 4)
@@ -139,6 +137,7 @@ def test_derivatives_that_there_are_not_are_refused_by_name(case):
 
 
 @pytest.mark.parametrize("clean", ["slots", "cotangents"])
+@pytest.mark.control
 def test_plain_attention_is_caught(clean):
     """Negative control: 0 * NaN is NaN, of a slot that nobody sees and of what comes back to a row without keys."""
     query, keys, values = (

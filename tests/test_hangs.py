@@ -20,6 +20,7 @@ def test_behind(): ...
 """
 
 
+@pytest.mark.slow
 def test_it_is_named_and_others_run(tmp_path):
     (tmp_path / "test_one.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-c", str(SETTINGS), "--rootdir", str(tmp_path)]

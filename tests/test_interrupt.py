@@ -109,6 +109,7 @@ def test_as_a_module_too():
     assert (status, out, err) == (130, "", "")
 
 
+@pytest.mark.slow
 def test_generate_hears_it_in_a_program_of_the_users(model, tmp_path):
     marker = tmp_path / "begun"
     command = ["-c", LIBRARY, str(model), str(NUM_TOKENS), str(marker)]

@@ -143,6 +143,7 @@ class History:
 @pytest.mark.parametrize(
     ("instructions", "times"), [(False, 3000), (True, 1500)], ids=["lines", "instructions"]
 )
+@pytest.mark.slow
 def test_steps_that_are_interrupted_anywhere_are_made_up_for(instructions, times):
     with Interrupts(HOST, instructions) as interrupts:
         for seed in itertools.count():
@@ -167,6 +168,7 @@ def test_steps_that_are_interrupted_anywhere_are_made_up_for(instructions, times
         (PageAllocator, "restore"),
     ],
 )
+@pytest.mark.control
 def test_without_any_part_of_it_something_is_lost(owner, name, monkeypatch):
     monkeypatch.setattr(owner, name, lambda *_: None)
 

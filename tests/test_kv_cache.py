@@ -45,7 +45,6 @@ def test_write_kv(implementation, layout, new, stored):
         np.testing.assert_array_equal(np.asarray(after), expected)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("layout", ["NHD", "HND", "PACKED"])
 @pytest.mark.parametrize("stored", ["float8_e4m3fn", "float8_e5m2", "int8"])

@@ -132,7 +132,6 @@ def test_scales_of_pages(implementation):
     check(found, plain(query, keys * by_token, values))
 
 
-@pytest.mark.sweep
 @LARGE
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("queries", [1, 24], ids=["decode", "prefill"])
@@ -186,6 +185,7 @@ def test_latents(op, implementation, dtype, size):
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float16", 3e4), ("bfloat16", 1e8)])
+@pytest.mark.control
 def test_an_exponent_whose_maximum_is_rounded_apart_is_caught(dtype, size):
     """Negative control: exp2(factor * x - rounded(factor * maximum)), of which a compiler fuses the first half."""
     query, key, value = aligned(dtype, size)

@@ -128,7 +128,6 @@ def test_write(dtype, scales, implementation):
         assert updated.tobytes() == expected.tobytes()
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("value", "scales"), [(np.nan, "exact"), (-np.inf, "power_of_two")])
 def test_what_is_not_finite_stays_so(value, scales, implementation):
@@ -148,7 +147,6 @@ def test_what_is_not_finite_stays_so(value, scales, implementation):
     assert np.isfinite(back[1, 256:]).all()
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_the_cache_writes_layers_and_is_read_by_mla_decode(implementation):
     tables = jnp.array([[2, 0], [1, -1]], jnp.int32)

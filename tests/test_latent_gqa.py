@@ -17,7 +17,6 @@ from pallas_attn.models import Llama, LlamaConfig, generate
 from pallas_attn.nn import LatentGQA, PagedAttention
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", ["xla", "interpret", *ON_GPU])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
@@ -66,6 +65,7 @@ def steps_of(kind: str, implementation: str, sizes: tuple[int, int, int], dtype)
 
 @pytest.mark.once
 @pytest.mark.parametrize("served", ["xla", *ON_GPU])
+@pytest.mark.slow
 def test_a_model_gives_the_same_tokens(served):
     """Random weights, SmolLM2's heads, bfloat16: prompts of different lengths, then decoding."""
     config = dataclasses.replace(TINY, num_heads=9, num_kv_heads=3, head_dim=64, context_length=128)

@@ -47,7 +47,6 @@ def dense_logits(model: Llama, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(run(model, jnp.asarray(tokens), positions, cache)[0])
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_decoding_from_pages_equals_a_dense_pass(implementation):
     model = tiny_llama(implementation=implementation)
@@ -80,7 +79,6 @@ def test_logits_depend_on_every_earlier_token():
         assert np.abs(dense_logits(model, changed)[0, -1] - before).max() > 1e-3
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("windows", [False, True])
 def test_layers_one_after_the_other_give_what_a_scan_gives(windows):
     options = {"sliding_window": 3, "full_layers": (1,)} if windows else {}

@@ -84,7 +84,6 @@ NEWER_TRITON_CASES = [DTYPE_CASES[i] for i in (0, 7)]
 E4M3 = cases.DecodeCase((0,) * 4, 32, 8, 128, 16, cache_dtype="float8_e4m3fn")
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("case", "sm", "triton"),
     [
@@ -133,7 +132,6 @@ def test_wide_heads_with_many_rows_fit(head_dim, group, q_len, dtype, cache_dtyp
     assert attend.shared_bytes <= lowering.SMEM_LIMIT[sm]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("sm", [90, 100])
 def test_e4m3_compiles_where_the_hardware_converts(sm):
     lowered = paged_attention_lowered(E4M3, max_pages=256, num_pages=9000, device=lowering.DEVICES[sm])
@@ -142,7 +140,6 @@ def test_e4m3_compiles_where_the_hardware_converts(sm):
     assert kernel.stack_bytes == 0
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "int8"])
 def test_no_tile_of_bytes_is_read_by_bytes(cache_dtype):
     """Neither from shared memory nor into it: values that Triton transposes itself are, and 8 bytes at a time."""
@@ -156,7 +153,6 @@ def test_no_tile_of_bytes_is_read_by_bytes(cache_dtype):
     assert 8 not in copied
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("triton", lowering.TRITON_ENDS)
 def test_transposed_products_wait_for_no_page_id(triton):
     """A program of eight rows has a tile of keys and one of values under way while it works, and copies nothing else:
@@ -293,7 +289,6 @@ def test_write_kv_compiles(layout, stored, sm):
     assert kernel.stack_bytes == 0
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("dim", "layout", "stored", "sm"),
     [(256, "NHD", "float8_e4m3fn", 90), (80, "HND", "float8_e5m2", 80), (80, "PACKED", "int8", 100)],

@@ -54,7 +54,6 @@ def run(
     return out.reshape(num_seqs, q_len, heads, LATENT), lse.reshape(num_seqs, q_len, heads)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("case", "num_parts"),
     [

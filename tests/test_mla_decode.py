@@ -99,7 +99,6 @@ def check(case: cases.MLADecodeCase, data: inputs.LatentInputs, out, lse, **opti
     compare.assert_lse_close(lse, expected_lse, **about)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("case", "implementation"), list(served_cases()))
 def test_matches_reference(case, implementation):
     data = inputs.make(case)
@@ -144,7 +143,6 @@ def split_end(case: cases.MLADecodeCase) -> int:
     return int(schedule.tile_scheduler_metadata[0, 3])
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_causal_boundary(implementation):
     """Each of the newest four tokens, made to swamp all others, is seen by its own query token and later ones."""
@@ -166,7 +164,6 @@ def test_causal_boundary(implementation):
         assert same == [i < row for i in range(4)]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", ANY_PAGE_SIZE)
 @pytest.mark.parametrize("num_parts", [None, 5])
 def test_bad_pages_and_lengths_poison_only_their_rows(num_parts, implementation):
@@ -209,7 +206,6 @@ def test_scale(implementation):
     check(case, data, *run(case, data, implementation, scale=192**-0.5), scale=192**-0.5)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("num_parts", [None, 5])
 def test_same_inputs_same_bits(num_parts, implementation):
@@ -287,7 +283,6 @@ def test_numpy_arrays_will_do():
     np.testing.assert_array_equal(out, pallas_attn.mla_decode(*data.arguments(), implementation="xla"))
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 @pytest.mark.parametrize("num_parts", [None, 3])
 def test_with_64_bit_types_enabled(num_parts, implementation):
@@ -299,7 +294,6 @@ def test_with_64_bit_types_enabled(num_parts, implementation):
     check(case, data, out, lse)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 @pytest.mark.parametrize("num_parts", [None, 3])
 def test_vmap(num_parts, implementation):
@@ -313,7 +307,6 @@ def test_vmap(num_parts, implementation):
         np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_flash_mla_names(implementation):
     """The seed's two functions: its shapes, natural lse, +inf for rows that see nothing."""

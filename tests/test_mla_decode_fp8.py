@@ -64,7 +64,6 @@ def served_cases():
             yield pytest.param(case, name, id=f"{case.id}-{name}", marks=pytest.mark.gpu)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("case", "implementation"), list(served_cases()))
 def test_matches_reference(case, implementation):
     data = quantized(inputs.make(case))
@@ -97,7 +96,6 @@ def test_no_boundary_token_is_lost(implementation):
         check(case, data, *call(*data.arguments()))
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bad_pages_and_lengths_poison_only_their_rows(implementation):
     size = 64 if implementation == "cuda" else 16
@@ -162,6 +160,7 @@ def test_with_64_bit_types_enabled():
 
 
 @pytest.mark.once
+@pytest.mark.control
 def test_faults_are_caught():
     """Scales left out, or of the wrong group, and every other way to misread the bytes."""
     case = cases.MLADecodeCase((130, 65), 4)
@@ -221,7 +220,6 @@ def lowered(num_heads: int, page_size: int, scheduled: bool, sm: int, num_pages:
     )
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("num_heads", "page_size", "scheduled", "sm"),
     [(16, 64, True, 90), (16, 16, False, 90), (32, 64, True, 90), (128, 64, True, 90), (16, 64, True, 80)],

@@ -58,7 +58,6 @@ def lowered_call(
     )
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("shape", "sm", "triton"),
     [
@@ -90,7 +89,6 @@ def test_64_rows_use_asynchronous_products_without_repeating_them():
     assert attend.ptx.count("wgmma.mma_async") == 2 * 36 + 2
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("rows", "num_pages"), [(32, 9000), (32, 2**31 // (64 * 576) + 1), (64, 9000)])
 def test_rows_are_the_narrow_side_of_asynchronous_products(rows, num_pages):
     """36 steps of 16 over 576, and for each of 8 x 64 dims 4 over a tile's tokens; none of it warp by warp. Two

@@ -80,11 +80,11 @@ def check_slots(num_splits, num_parts):
 @pytest.mark.once  # test_edges has the newest jax compute schedules
 @settings(max_examples=1000, deadline=None)
 @given(problems())
+@pytest.mark.slow
 def test_equals_the_plain_model(problem):
     check(*problem)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("num_parts", PARTS)
 @pytest.mark.parametrize(
     "lengths",
@@ -103,7 +103,6 @@ def test_other_overheads(problem, overhead):
     check(lengths, num_parts, overhead)
 
 
-@pytest.mark.sweep
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("num_seqs", "num_tokens", "num_parts", "rows", "whole"),
@@ -129,7 +128,6 @@ def test_sequences_of_like_length_stay_whole_where_that_is_faster(
     assert (int(num_splits[-1]) == num_seqs) == whole
 
 
-@pytest.mark.sweep
 @pytest.mark.once
 @pytest.mark.parametrize("num_parts", [132, 66])
 @pytest.mark.parametrize("shortest", [1024, 2048, 4096, 8192])

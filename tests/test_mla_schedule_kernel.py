@@ -110,7 +110,6 @@ def test_long_strides(library: ctypes.CDLL, stride: int) -> None:
         assert_equal(got, (rows, splits), beside)
 
 
-@pytest.mark.sweep
 @pytest.mark.once
 @pytest.mark.parametrize("num_threads", [128, 256])
 @pytest.mark.parametrize("num_seqs", [1, 3, 31, 32, 33, 100, 128, 129, 300])
@@ -157,7 +156,6 @@ CALLS = [
 ]
 
 
-@pytest.mark.sweep
 @pytest.mark.once
 @pytest.mark.parametrize(("num_seqs", "num_parts", "rows", "overhead"), CALLS)
 def test_equals_jnp(

@@ -60,7 +60,6 @@ def test_rows_whose_logits_leap_and_a_row_of_nan_leave_others_alone(implementati
         close(np.float32(got[:, :, others]), np.float32(was[:, :, others]))
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("rows", "num_parts"), [(32, None), (32, 5), (64, 5)])
 def test_bad_pages_and_lengths_poison_only_their_rows(rows, num_parts, implementation):

@@ -14,6 +14,7 @@ def torch_on_one_thread():
     import_torch()
 
 
+@pytest.mark.control
 def test_the_comparison_notices_a_wrong_model(tmp_path):
     from pallas_attn.models.compare import TransformersModel, compare
 

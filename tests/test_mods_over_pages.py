@@ -228,7 +228,6 @@ def all_close(got: Any, want: Any, limit: float = 3e-5) -> None:
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", COMPOSED)
 def test_is_what_all_pairs_say(name, implementation):
@@ -237,7 +236,6 @@ def test_is_what_all_pairs_say(name, implementation):
     all_close(attend(case, given, implementation), expected(case, given), limit(case.op, implementation))
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("op", ["ragged", "paged", "mla"])
 def test_pages_that_a_mask_empties_are_anyones(op, implementation):
@@ -275,6 +273,7 @@ WRONG = {
 
 
 @pytest.mark.once
+@pytest.mark.control
 def test_what_is_wrong_is_seen():
     """What a kernel that got it wrong would give is none of what all pairs say."""
     given = inputs("paged")

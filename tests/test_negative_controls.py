@@ -10,6 +10,7 @@ from references.paged_attention_torch import paged_attention as reference
 from pallas_attn import LocalStride
 from pallas_attn.testing import cases, compare, inputs
 
+pytestmark = pytest.mark.control
 CASE = cases.DecodeCase((4096, 2048, 300), 4, 2, 64, 16)
 NEEDLES = {0: 4095, 1: 1024, 2: 15}
 

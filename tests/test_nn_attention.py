@@ -51,7 +51,6 @@ def prompted(name: str, implementation: str) -> np.ndarray:
     return np.asarray(jax.jit(lambda cache, *new: module(*new, cache, 0, COUNTED)[0])(cache, *new_tokens()))
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "implementation"), [("all", "interpret"), *((name, "xla") for name in OPTIONS)]
 )
@@ -226,7 +225,6 @@ def test_positions_that_cannot_be_served(name):
             call(cache, at)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("absorbed")])
 def test_ragged_positions_that_cannot_be_served(name):
     call, cache = made(name)
@@ -271,7 +269,6 @@ KINDS = {
 }
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", KINDS)
 def test_chunks_and_mixed_batches_give_what_one_token_at_a_time_gives(name):
     """A prompt in chunks beside a shorter one that is padded on either side, and beside tokens of an answer."""

@@ -149,6 +149,7 @@ def test_logits_are_those_of_transformers(family):
 
 
 @pytest.mark.parametrize(("family", "option", "nothing"), OPTIONS)
+@pytest.mark.control
 def test_an_option_that_were_ignored_would_show(family, option, nothing):
     model, options = model_of(family), {"without": option}
     if nothing is not None:

@@ -152,7 +152,6 @@ def check(case: str, found: dict[str, np.ndarray], clean: dict[str, np.ndarray])
         assert (np.isfinite(array) & (array != 0)).any(), name
 
 
-@pytest.mark.sweep
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("case", CALLS)
 def test_padding_is_nothing(case, implementation):
@@ -183,6 +182,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
+@pytest.mark.control
 def test_what_takes_padding_for_tokens_is_caught(fault, monkeypatch):
     """Negative control."""
     case, *broken = BROKEN[fault]

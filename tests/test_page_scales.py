@@ -100,7 +100,6 @@ def test_nan_stays_nan_where_a_maximum_leaves_it_out(monkeypatch):
         np.testing.assert_array_equal(np.asarray(rounded, np.float32), [np.nan, largest])
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("order", ["NHD", "PACKED"])
 def test_writes_take_the_scale_of_the_slots_page(order, implementation):
@@ -123,7 +122,6 @@ def test_writes_take_the_scale_of_the_slots_page(order, implementation):
     np.testing.assert_array_equal(values, expected)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("op", ["paged", "ragged"])
 def test_a_needle_in_a_page_of_small_values(op, implementation):
@@ -152,6 +150,7 @@ def test_a_needle_in_a_page_of_small_values(op, implementation):
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@pytest.mark.control
 def test_an_ignored_page_scale_is_caught(name):
     case = cases.DecodeCase((77, 40), 4, 2, 32, 16, cache_dtype="int8", scale_per_page=True)
     data = inputs.make(case)
@@ -168,7 +167,6 @@ def small(**options) -> PagedKVCache:
     return PagedKVCache.create(**{**sizes, **options}, block_tables=tables, scale_per_page=True)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_a_cache_whose_pages_have_scales(implementation):
     """A later prompt, a thousand times as large, keeps its precision, and so does the one before."""
@@ -216,7 +214,6 @@ def stored(cache: PagedKVCache, slots: int) -> tuple[np.ndarray, np.ndarray]:
     return keys, values
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("order", "dtype"), [("NHD", jnp.int8), ("PACKED", jnp.int8), ("HND", jnp.float8_e4m3fn)]

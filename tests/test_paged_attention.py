@@ -74,7 +74,6 @@ def check(case: cases.DecodeCase, data: inputs.PagedInputs, out, lse, **options)
     compare.assert_lse_close(lse, expected_lse, dtype=case.dtype, case_id=case.id)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("case", "implementation"), list(served_cases()), ids=lambda x: getattr(x, "id", x))
 def test_matches_reference(case, implementation):
     data = inputs.make(case)
@@ -106,7 +105,6 @@ def test_no_boundary_token_is_lost(boundary, implementation):
     check(CUT, data, out, lse)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("num_splits", "block_q"), [(1, 16), (4, 16), (4, 8)])
 def test_bad_pages_and_lengths_poison_only_their_rows(num_splits, block_q, implementation):
@@ -143,7 +141,6 @@ def test_pages_shared_between_sequences(implementation):
     check(case, data, out, lse)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("draft", [0, 2, 4])
 def test_a_draft_is_seen_by_its_descendants_alone(draft, implementation):
@@ -407,7 +404,6 @@ def test_a_traced_window_is_the_static_one(implementation):
         np.testing.assert_array_equal(np.float32(mine), np.float32(static))
 
 
-@pytest.mark.sweep
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def make_case(
     )  # fmt: skip
 
 
-MARKS = pytest.mark.once, pytest.mark.sweep
+MARKS = pytest.mark.once
 CASES = [
     (make_case(), CUT),
     (make_case(head_dim=80, dtype="float16", layout="HND", sliding_window=40), WHOLE),
@@ -154,7 +154,6 @@ def test_decoded_sequences_are_left_to_others(implementation):
     compare.assert_rows_close(got, expected, dtype="bfloat16", case_id=case.id)
 
 
-@pytest.mark.sweep
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("dtype", "config"), [("float8_e4m3fn", CUT), ("float8_e5m2", UNCUT)])

@@ -57,7 +57,6 @@ def check(case: cases.RaggedCase, data: inputs.RaggedInputs, out, lse, **options
     compare.assert_lse_close(lse, expected_lse, dtype=case.dtype, case_id=case.id)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_matches_reference(case, implementation):
@@ -68,7 +67,6 @@ def test_matches_reference(case, implementation):
     check(case, data, out, lse)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_padding_is_empty_and_num_seqs_may_change(implementation):
     """One compiled function for any number of sequences; what lies behind the last one may be anything."""
@@ -83,7 +81,6 @@ def test_padding_is_empty_and_num_seqs_may_change(implementation):
 
 
 @pytest.mark.once
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "boundary", ["first", "page end", "page start", "split end", "split start", "own", "window"]

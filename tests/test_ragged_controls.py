@@ -8,7 +8,7 @@ from references.ragged_attention_torch import ragged_paged_attention as referenc
 
 from pallas_attn.testing import cases, compare, inputs
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.control]
 SIZES = {"q_lens": (17, 1, 40), "seq_lens": (300, 129, 65)}
 BASE = cases.RaggedCase(SIZES["seq_lens"], 4, 2, 64, 16, q_lens=SIZES["q_lens"])
 IGNORED = {

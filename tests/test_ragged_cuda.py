@@ -65,6 +65,7 @@ def test_matches_reference(case):
 
 @gpu
 @pytest.mark.parametrize("page_size", [16, 5])
+@pytest.mark.control
 def test_a_dropped_feature_is_caught(page_size):
     """The comparison notices what a kernel that ignores an option would make."""
     case = RaggedCase(LENS, 8, 2, 128, page_size, q_lens=Q_LENS, softcap=5.0, sinks=True, sliding_window=100)

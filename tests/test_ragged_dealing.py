@@ -216,7 +216,6 @@ def test_short_tables_are_left_whole_where_they_fill_the_device():
     assert not short(256, 64).num_places
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", ["interpret", *ON_GPU])
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("q_lens", [(1, 1, 1, 2, 1, 20, 1), (1, 40, 1, 30, 17, 1, 90)])

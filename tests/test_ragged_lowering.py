@@ -81,7 +81,6 @@ CASES = [
 
 
 @pytest.mark.once
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("case", "num_tokens", "new_apart", "sm"),
     # The first is compiled below.

@@ -1,7 +1,8 @@
-"""Which cases of a sweep a sample takes."""
+"""Which tests and cases a sample takes."""
 
 import dataclasses
 import itertools
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,11 @@ import sample
 pytestmark = pytest.mark.once
 
 
-def sweep(arguments: list[dict[str, Any]], **by: Any) -> list[Any]:
-    """Items, as far as a sample looks at them."""
+def items(arguments: list[dict[str, Any]], test: str = "test_a", mark: str = "", **by: Any) -> list[Any]:
+    """Cases of a test, as far as a sample looks at them."""
+    marks = {"sweep": by} if by else {mark: {}}
     return [
-        SimpleItem(f"tests/test_a.py::test_a[{number}]", SimpleNamespace(params=params), by)
+        SimpleItem(f"tests/test_a.py::{test}[{number}]", SimpleNamespace(params=params), marks)
         for number, params in enumerate(arguments)
     ]
 
@@ -23,10 +25,10 @@ def sweep(arguments: list[dict[str, Any]], **by: Any) -> list[Any]:
 class SimpleItem:
     nodeid: str
     callspec: Any
-    by: dict[str, Any] | None
+    marks: dict[str, dict[str, Any]]
 
     def get_closest_marker(self, name: str) -> Any:
-        return name == "sweep" and self.by is not None and SimpleNamespace(kwargs=self.by)
+        return SimpleNamespace(kwargs=self.marks[name]) if name in self.marks else None
 
 
 def taken(items: list[Any]) -> list[dict[str, Any]]:
@@ -39,23 +41,31 @@ def product(**values: Any) -> list[dict[str, Any]]:
 
 
 def test_of_a_product_a_diagonal_is_taken():
-    cases = taken(sweep(product(a=range(6), b="xyz", c=[False, True])))
+    cases = taken(items(product(a=range(6), b="xyz", c=[False, True])))
     assert [case["a"] for case in cases] == [0, 1, 2, 3, 4, 5]
     assert sorted(case["b"] for case in cases) == list("xxyyzz")
     assert sorted(case["c"] for case in cases) == [False] * 3 + [True] * 3
 
 
-def test_what_is_no_sweep_stays():
-    others = [SimpleItem("tests/test_a.py::test_b", SimpleNamespace(params={}), None) for _ in range(9)]
-    assert not sample.left_out_of(others)  # pyright: ignore[reportArgumentType]
+def test_values_are_shared_out_among_the_tests_of_a_file():
+    tests = [case for name in "pqrs" for case in items(product(a=[0, 1], name=[name]), f"test_{name}")]
+    cases = taken(tests)
+    assert [case["name"] for case in cases] == list("pqrs")
+    assert sorted(case["a"] for case in cases) == [0, 0, 1, 1]
 
 
-def test_a_sweep_says_what_is_to_be_there():
+def test_all_of_a_control_is_taken_and_nothing_that_is_slow():
+    both = product(a=range(3), b="xyz")
+    assert taken(items(both, mark="control")) == both
+    assert not taken(items(both, mark="slow"))
+
+
+def test_a_test_says_what_is_to_be_there():
     seeds = product(seed=range(9), b="xyz")
-    assert [case["b"] for case in taken(sweep(seeds, seed=None))] == list("xyz")
-    assert taken(sweep(product(seed=range(9)), seed=None)) == [{"seed": 0}]
+    assert [case["b"] for case in taken(items(seeds, seed=None))] == list("xyz")
+    assert taken(items(product(seed=range(9)), seed=None)) == [{"seed": 0}]
     parts = product(name=["ab", "b", "bc", "ca"])
-    assert taken(sweep(parts, name=set)) == [{"name": "ab"}, {"name": "bc"}]
+    assert taken(items(parts, name=set)) == [{"name": "ab"}, {"name": "bc"}]
 
 
 def options(items: list[Any]) -> set[tuple[str, str | None, str]]:
@@ -80,13 +90,14 @@ def given(case: Any) -> set[str]:
 
 
 def values(items: list[Any]) -> set[tuple[str, str, str]]:
-    """(test, argument, value), where the sweep does not itself say what is to be there."""
-    return {
-        (function_of(item), name, repr(value))
-        for item in items
-        for name, value in arguments(item).items()
-        if name not in item.get_closest_marker("sweep").kwargs and not sample.is_case(value)
-    }
+    """(file, argument, value), where the test does not itself say what is to be there."""
+    found = set()
+    for item in items:
+        marker = item.get_closest_marker("sweep")
+        for name, value in arguments(item).items():
+            if name not in (marker.kwargs if marker else ()) and not sample.is_case(value):
+                found.add((item.nodeid.partition("::")[0], name, repr(value)))
+    return found
 
 
 def arguments(item: Any) -> dict[str, Any]:
@@ -97,10 +108,17 @@ def function_of(item: Any) -> str:
     return item.nodeid.partition("[")[0]
 
 
-def test_a_sample_has_every_option_of_every_op_by_every_implementation(sweeps):
-    """Of the tests that were collected beside this one."""
-    left_out = set(sample.left_out_of(sweeps))
-    sampled = [item for item in sweeps if item not in left_out]
-    assert options(sampled) == options(sweeps)
-    assert values(sampled) == values(sweeps)
-    assert {function_of(item) for item in sampled} == {function_of(item) for item in sweeps}
+def test_a_sample_has_every_option_of_every_op_by_every_implementation(collected):
+    """Of the tests that were collected beside this one, slow ones among them; and every other test and value."""
+    left_out = set(sample.left_out_of(collected))
+    sampled = [item for item in collected if item not in left_out]
+    assert options(sampled) == options(collected)
+    quick = [item for item in collected if not item.get_closest_marker("slow")]
+    assert values(sampled) == values(quick)
+    assert {function_of(item) for item in sampled} == {function_of(item) for item in quick}
+
+
+def test_what_is_named_for_a_fault_that_shows_is_a_control(collected):
+    named = re.compile(r"_(is|are)_caught$|_notice|_would_(show|be_seen|be_counted)$")
+    controls = {item.nodeid for item in collected if item.get_closest_marker("control")}
+    assert [i.nodeid for i in collected if named.search(function_of(i)) and i.nodeid not in controls] == []

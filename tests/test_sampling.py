@@ -197,6 +197,7 @@ SERVED: dict[str, tuple[Sampling, Sampling]] = {
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", SERVED)
+@pytest.mark.sweep(name=None)
 def test_generate_and_engine_serve_the_same(model, name):
     samplings = SERVED[name]
     answers, logprobs = by_generate(model, samplings)
@@ -261,6 +262,7 @@ def test_what_ends_an_answer(model):
 
 
 @pytest.mark.once
+@pytest.mark.slow
 def test_penalties_survive_being_sent_back(model):
     """Two requests and pages for hardly more than one: what was said before counts on."""
     samplings = (Sampling(repetition_penalty=1.4, frequency_penalty=0.4),) * 2

@@ -84,6 +84,7 @@ def test_a_stop_finishes_what_was_accepted(model):
 
 
 @pytest.mark.once
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(model):
     with process("--model", model, *SMALL) as (server, url):
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
@@ -144,6 +145,7 @@ def test_addresses():
 
 
 @pytest.mark.once
+@pytest.mark.slow
 def test_three_lines_from_install_to_a_streamed_answer(tmp_path):
     """As they stand, but for the installation, where the program is, and a port that is free."""
     loaded = smollm2()

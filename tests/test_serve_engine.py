@@ -73,6 +73,7 @@ def test_what_was_found_in_the_cache_is_told(server):
 
 
 @pytest.mark.once
+@pytest.mark.slow
 def test_samples_are_those_of_generate(server):
     """Drawn, several to a prompt, with log-probabilities."""
     expected = answers(Sampling(temperature=1.5, seed=3, n=2, frequency_penalty=0.5, logprobs=2))
@@ -104,6 +105,7 @@ def test_samples_are_those_of_generate(server):
 CLIENTS, ROUNDS = 64, 4
 
 
+@pytest.mark.slow
 def test_many_clients_some_of_whom_go_away(server):
     """Nothing is lost: each answer that was waited for is the one of its prompt, and each page comes back."""
     decode, wrong, kept = byte_tokenizer().decode, [], []

@@ -103,7 +103,6 @@ def mla_step(cache, query, written, positions, lens):
     return pallas_attn.mla_decode(query, cache.latent_cache, tables, lens, causal=True), cache
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("latent", [False, True], ids=["keys and values", "latents"])
 def test_sequences_join_go_on_and_leave(latent):
     serving = Serving(latent)

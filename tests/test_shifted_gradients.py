@@ -123,14 +123,14 @@ def check(found) -> None:
     assert not wrong, f"times jax.nn's error: {wrong}"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_flash_attention(implementation, dtype):
     attention = functools.partial(flash, causal=True, implementation=implementation)
     check(ratios(attention, 96, dtype, True, biased=True))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_blocksparse_attention(implementation, dtype):
     attention = functools.partial(blocksparse, causal=True, implementation=implementation)
@@ -157,6 +157,7 @@ def test_blocksparse_attention_on_a_gpu(implementation, dtype, length):
 
 
 @pytest.mark.parametrize("lost", ["lower bits of out", "sums of what was rounded"])
+@pytest.mark.control
 def test_what_is_not_looked_at_is_caught(lost, monkeypatch):
     """Negative control: with delta of the rounded out, or with gradients of logits that do not add up."""
     if lost == "lower bits of out":

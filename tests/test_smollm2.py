@@ -13,7 +13,7 @@ from models_support import import_torch, smollm2
 
 from pallas_attn.models import Generation, Llama, default_model_path, generate
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -72,7 +72,6 @@ def test_mla_gives_the_same_tokens():
     np.testing.assert_allclose(packed.logits, ours().logits, atol=2e-3)
 
 
-@pytest.mark.sweep(dtype=None)
 @pytest.mark.parametrize("dtype", MOVES_AT_MOST)
 def test_an_8_bit_cache_moves_logits_little(dtype):
     stored = generate(smollm2().model, prompts(), max_new_tokens=STEPS, return_logits=True, cache_dtype=dtype)

@@ -130,7 +130,6 @@ CASES = [
 ]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "options", [*CASES[:3], *(pytest.param(case, marks=pytest.mark.once) for case in CASES[3:])], ids=str
@@ -212,7 +211,6 @@ def test_no_boundary_id_is_lost(implementation):
     assert compare.row_errors(without, case.expected()[0]).min() > 0.5, "the row outweighs nothing"
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("fp8", [pytest.param(False, marks=pytest.mark.once), True])
 def test_prefill(fp8, implementation):
@@ -316,6 +314,7 @@ def test_random_cases(seed):
 
 
 @pytest.mark.once
+@pytest.mark.control
 def test_faults_are_caught():
     case = Decode(q_len=2, sinks=True, lengths=(48, 30, 9))
     expected, _ = case.expected()
@@ -362,7 +361,6 @@ def lowered(
     )
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     "options",
     [

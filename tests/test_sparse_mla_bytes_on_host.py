@@ -120,7 +120,6 @@ def check(program: Path, call: Call, num_parts: int) -> list[int]:
     return poisoned
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("heads", "num_parts", "sinks"),
     [(16, 1, True), (5, 30, True), (20, 11, False), (70, 4, True)],

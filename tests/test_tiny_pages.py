@@ -99,7 +99,6 @@ OPS = ["paged_attention", "ragged_paged_attention", "prefix_prefill", "mla_decod
 of_16 = functools.cache(functools.partial(attend, page_size=16, implementation="xla"))
 
 
-@pytest.mark.sweep
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("page_size", [1, 2, 4])
 @pytest.mark.parametrize("op", OPS)
@@ -107,7 +106,6 @@ def test_pages_of_few_tokens(op, page_size, implementation):
     assert_same(attend(op, page_size, implementation), of_16(op))
 
 
-@pytest.mark.sweep
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("op", OPS[:3])
 def test_of_another_layout_and_by_default(op, implementation):
@@ -116,6 +114,7 @@ def test_of_another_layout_and_by_default(op, implementation):
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.control
 def test_what_takes_pages_for_larger_is_caught(op, fault):
     """Negative control: what would come out if a tile were looked up once, or pages counted otherwise."""
     with pytest.raises(AssertionError):

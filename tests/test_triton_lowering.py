@@ -54,7 +54,6 @@ COMPILED = [(name, sm) for name in SHAPES for sm in DEVICES if name in BROAD or 
 
 
 @pytest.mark.once
-@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "sm"), COMPILED)
 def test_compiles_to_what_the_table_says(name, sm):
     """`python tests/test_triton_lowering.py` renews triton_kernels.json; a regression shows in its difference."""
@@ -87,7 +86,6 @@ def test_values_of_bytes_are_not_read_by_bytes(triton):
 
 
 @pytest.mark.once
-@pytest.mark.sweep
 @pytest.mark.parametrize("triton", lowering.TRITON_ENDS[:-1])
 @pytest.mark.parametrize("name", OLDER)
 def test_older_tritons_compile_it(name, triton):

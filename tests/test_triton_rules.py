@@ -148,7 +148,6 @@ def run(names: list[str], arrays: dict[str, jax.Array], capability: int) -> list
 
 
 @pytest.mark.once
-@pytest.mark.sweep
 @pytest.mark.parametrize("triton", lowering.TRITONS)
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group[0])
 def test_compiles(group, triton):

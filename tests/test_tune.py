@@ -210,6 +210,7 @@ def test_tune_serves_ragged_attention_too(small, tmp_path, monkeypatch):
 
 
 @pytest.mark.once
+@pytest.mark.slow
 def test_tune_serves_mla_decode_too(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(MLADecodePoint, "candidates", lambda self: [{}])
     sizes = ["--num-heads", "2", "--num-seqs", "2"]

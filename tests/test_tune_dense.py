@@ -65,6 +65,7 @@ def test_each_kernel_has_an_entry(op, few, tmp_path, monkeypatch):
 
 @pytest.mark.once
 @pytest.mark.parametrize("limit", ["LARGEST_ERROR", "LARGEST_GRADIENT_ERROR"])
+@pytest.mark.control
 def test_a_wrong_result_does_not_count(limit, few, monkeypatch):
     monkeypatch.setitem(getattr(errors, limit), "bfloat16", 1e-9)
     kind = OPS["flash_attention"]

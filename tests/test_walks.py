@@ -231,7 +231,6 @@ CUT = {
 }
 
 
-@pytest.mark.sweep
 @pytest.mark.once
 @pytest.mark.parametrize("kind", CUT)
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -257,7 +256,6 @@ def test_every_tile_is_in_one_split_and_every_split_in_a_place_of_its_own(length
         assert len(parts) == 1 or all(begin < end for _, begin, end in parts)
 
 
-@pytest.mark.sweep
 @pytest.mark.once
 @pytest.mark.parametrize("kind", ["paged", "latents"])
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -371,7 +369,6 @@ def test_long_latents_begin_before_short_ones_where_registers_allow(num_heads):
     assert (first == sorted(first)) == (num_heads > 16)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("num_seqs", "length"), [(1, 32768), (8, 32768), (12, 22 * 64), (50, 4096), (70, 4096), (128, 1024)]
 )

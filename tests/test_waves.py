@@ -243,6 +243,7 @@ def test_the_choice_reads_no_other_module():
         ("D = {3: 4}", ["D"]),
     ],
 )
+@pytest.mark.control
 def test_a_number_would_be_counted(source, found):
     assert [one.name for one in heuristic_constants.of_source("", source)] == found
 
@@ -276,7 +277,6 @@ OCCUPANCY = [
 ]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("sm", "head_dim", "rows", "dtype", "candidate"), OCCUPANCY)
 def test_programs_that_share_a_multiprocessor_are_those_of_compiled_kernels(
     sm, head_dim, rows, dtype, candidate

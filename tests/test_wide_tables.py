@@ -61,7 +61,6 @@ def call(name: str):
     return op, functools.partial(getattr(pallas_attn, op), **CALLS[name])
 
 
-@pytest.mark.sweep
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("name", CALLS)
 def test_a_short_sequence_does_not_care(name, implementation):

@@ -11,6 +11,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -105,7 +106,8 @@ struct Cta {
 };
 
 struct Fiber {
-  ucontext_t context;
+  ucontext_t start;  // from where it goes on as long as it has not begun
+  jmp_buf place;
   std::vector<char> stack = std::vector<char>(48 << 10);
   int thread;
   std::vector<Group> copies = std::vector<Group>(1);    // by itself, that have begun
@@ -113,16 +115,26 @@ struct Fiber {
   std::vector<Group> products = std::vector<Group>(1);  // that are not done; the last group is open
   uint32_t committed = 0;                               // groups
   Cta* cta;
-  bool done = false;
+  bool begun = false, done = false;
 };
 
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline Fiber* self = nullptr;
 inline Meeting grid;
 inline dim3 grid_size;
 inline std::function<void()> kernel;
 
-inline void let_others_run() { swapcontext(&self->context, &scheduler); }
+// By jumps: swapcontext would ask the kernel for the signals to block, which takes longer than all else here.
+inline void let_others_run() {
+  if (_setjmp(self->place) == 0) _longjmp(scheduler, 1);
+}
+inline void let_run(Fiber& fiber) {
+  self = &fiber;
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber.begun) _longjmp(fiber.place, 1);
+  fiber.begun = true;
+  setcontext(&fiber.start);
+}
 inline Cta& cta() { return *self->cta; }
 inline int lane() { return self->thread % 32; }
 inline int warp() { return self->thread / 32; }
@@ -217,11 +229,11 @@ inline void run_grid(dim3 size, int waiting, std::function<void()> body) {
       Fiber& fiber = fibers[i][thread];
       fiber.thread = thread;
       fiber.cta = &cta;
-      getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = fiber.stack.data();
-      fiber.context.uc_stack.ss_size = fiber.stack.size();
-      fiber.context.uc_link = nullptr;
-      makecontext(&fiber.context, start_fiber, 0);
+      getcontext(&fiber.start);
+      fiber.start.uc_stack.ss_sp = fiber.stack.data();
+      fiber.start.uc_stack.ss_size = fiber.stack.size();
+      fiber.start.uc_link = nullptr;
+      makecontext(&fiber.start, start_fiber, 0);
     }
   }
   int alive = num_ctas * threads, idle = 0;
@@ -235,8 +247,7 @@ inline void run_grid(dim3 size, int waiting, std::function<void()> body) {
       for (int i = 0; i < threads; ++i) {
         Fiber& fiber = fibers[turn][(first + i) % threads];
         if (fiber.done) continue;
-        self = &fiber;
-        swapcontext(&scheduler, &fiber.context);
+        let_run(fiber);
         alive -= fiber.done;
         if (i % 32 == 31) land_some(cta, false);
       }
