@@ -164,13 +164,13 @@ def shares_of(problem: Problem, refs, monkeypatch) -> list[tuple[splits.Share, t
 
 
 @pytest.mark.parametrize("long", [0, 1, 3, 12])
-def test_few_blocks_share_the_slots_of_many(long, refs_are_arrays, monkeypatch):
+def test_few_blocks_share_the_work_items_of_many(long, refs_are_arrays, monkeypatch):
     """64 sequences, of which none, one or more have five query tokens: the fewer, the more splits each may have."""
     q_lens = [5] * long + [1] * (64 - long)
     problem = dataclasses.replace(short(64, 65536), num_tokens=sum(q_lens)).launched(0)
     assert problem.is_counted
     shares = shares_of(problem, noted(problem.launched(1), q_lens), monkeypatch)
-    most = min(problem.num_slots // max(long, 1), problem.config.num_splits)
+    most = min(problem.num_items // max(long, 1), problem.config.num_splits)
     assert {int(share.kv_head) for share, _ in shares} <= {3}
     found = sorted((int(share.block), begin, int(share.place)) for share, (begin, *_) in shares)
     assert len(found) == long * most

@@ -66,17 +66,17 @@ def made(problem, lengths) -> list[int]:
 
 
 def dealt(problem, lengths) -> list[splits.Split]:
-    """The splits in slots."""
-    num, *numbers = _at_all_slots(problem, jnp.asarray(lengths, jnp.int32))
-    assert num <= problem.num_slots
+    """The splits of all work items."""
+    num, *numbers = _at_all_items(problem, jnp.asarray(lengths, jnp.int32))
+    assert num <= problem.num_items
     return [splits.Split(*one) for one in np.stack(numbers, 1)[:num]]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _at_all_slots(problem, lengths):
+def _at_all_items(problem, lengths):
     found = splits.fair(problem, lengths)
-    slots = jnp.arange(problem.num_slots)
-    at = jax.vmap(lambda slot: jax.tree.map(lambda x: x + 0 * slot, found.at(slot)))(slots)
+    items = jnp.arange(problem.num_items)
+    at = jax.vmap(lambda item: jax.tree.map(lambda x: x + 0 * item, found.at(item)))(items)
     return found.num(), *at
 
 
@@ -336,7 +336,7 @@ def test_a_foreign_schedule_stays_in_its_room():
     for seq in range(5):
         first, count = (int(x) for x in cut.of(jnp.int32(seq)))
         assert 0 <= first <= first + count <= 12
-    assert [int(cut.slot(jnp.int32(split))) for split in (least, 5, most)] == [0, 5, 11]
+    assert [int(cut.place(jnp.int32(split))) for split in (least, 5, most)] == [0, 5, 11]
 
 
 @pytest.mark.once

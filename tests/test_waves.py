@@ -142,7 +142,7 @@ def test_a_faster_memory_never_costs_more():
 @pytest.mark.parametrize("max_len", [1024, 8192])
 def test_equal_lengths_make_the_programs_that_were_reckoned_with(num_seqs, max_len):
     config = chosen(num_seqs, max_len)
-    walks, at_once = 8 * num_seqs, waves_of(tile_of(config), 8 * num_seqs, max_len).slots
+    walks, at_once = 8 * num_seqs, waves_of(tile_of(config), 8 * num_seqs, max_len).at_once
     splits = max(1, config.target_programs // walks)
     assert dealt(config, num_seqs, max_len) == walks * splits
     assert config.target_programs <= max(at_once, walks * splits)

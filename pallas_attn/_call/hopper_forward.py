@@ -128,7 +128,7 @@ def forward(
         max_items = min(max_items, batch * tokens)  # each has a query of its document
     # Where there may be fewer tiles than multiprocessors, their keys are split into at most this many parts.
     split = sequences.block_tables is not None or max_items * kv_heads < FEW_TILES
-    slots = -(-MOST_PARTS // kv_heads) if split else 0
+    places = -(-MOST_PARTS // kv_heads) if split else 0
     nothing = jnp.zeros(0, jnp.int32)
     if sequences.block_tables is not None:
         kv_tokens *= sequences.block_tables.shape[1]
@@ -139,11 +139,11 @@ def forward(
             *results(query, value, query_heads_first, lse_heads_first, keep),
             # Scratch: outputs, because a handler that allocates cannot be part of a command buffer.
             jax.ShapeDtypeStruct((4,), jnp.int32),
-            jax.ShapeDtypeStruct((max_items + slots, 8), jnp.int32),
-            jax.ShapeDtypeStruct((slots, 8), jnp.int32),
+            jax.ShapeDtypeStruct((max_items + places, 8), jnp.int32),
+            jax.ShapeDtypeStruct((places, 8), jnp.int32),
             jax.ShapeDtypeStruct((num_seqs + 3 if num_seqs > MOST_SEQS else 0,), jnp.int32),
-            jax.ShapeDtypeStruct((slots, kv_heads, TILE_ROWS, value.shape[-1]), jnp.float32),
-            jax.ShapeDtypeStruct((slots, kv_heads, TILE_ROWS, 2), jnp.float32),
+            jax.ShapeDtypeStruct((places, kv_heads, TILE_ROWS, value.shape[-1]), jnp.float32),
+            jax.ShapeDtypeStruct((places, kv_heads, TILE_ROWS, 2), jnp.float32),
         ),
         vmap_method="sequential",
         input_output_aliases=None if kept is None else {before_kept: 0, before_kept + 1: 1},

@@ -140,21 +140,21 @@ class SplitKVProblem(DecodeCall):
         return min(self.most_cuts, self.num_seqs)
 
     @property
-    def num_slots(self) -> int:
-        """The most splits there may be."""
+    def num_items(self) -> int:
+        """Work items of the grid: the most splits there may be."""
         return self.num_seqs + self.most_cuts
 
     @property
     def num_programs(self) -> int:
-        """Programs that serve the slots, for each block of query rows.
+        """Programs that serve the work items, for each block of query rows.
 
-        One for each slot. Splits of a fixed length leave so many slots empty that idle programs would take longer than
-        the work: there programs loop over slots. Elsewhere the loop's registers would cost one of four programs on a
+        One for each item. Splits of a fixed length leave so many items empty that idle programs would take longer than
+        the work: there programs loop over items. Elsewhere the loop's registers would cost one of four programs on a
         multiprocessor.
         """
         if not self.fixed_splits:
-            return self.num_slots
-        return min(self.num_slots, max(self.num_seqs, math.ceil(self.shares)))
+            return self.num_items
+        return min(self.num_items, max(self.num_seqs, math.ceil(self.shares)))
 
     @property
     def num_places(self) -> int:

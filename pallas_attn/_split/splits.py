@@ -7,9 +7,9 @@ A partial result is a normalised output and the parts of its lse (`softmax.Lse`)
 A sequence's splits have `count` consecutive places from `first` on. A sequence in one split has none: its result is
 final.
 
-Each split has a slot of the grid, and the GPU's own scheduling of programs is the work queue. First come the splits
+Each split is a work item of the grid, and the GPU's own scheduling of programs is the work queue. First come the splits
 that cuts added, each about a fair share of the work, then every sequence's first split, long ones before short ones;
-unused slots come last and exit at once. Both are few: whatever the lengths, fair shares add up to the programs that the
+unused items come last and exit at once. Both are few: whatever the lengths, fair shares add up to the programs that the
 config aims at, which also bounds the cuts (`SplitKVProblem.most_cuts`).
 
 `FairSplits` computes them from all lengths in every program: a few hundred bytes out of the L2 and a handful of
@@ -30,6 +30,7 @@ from pallas_attn._call.configs import FixedSplitConfig
 from pallas_attn._call.sizes import ceil_div, next_power_of_2
 from pallas_attn._split.problem import TO_NEAREST, SplitKVProblem
 from pallas_attn._tile import triton
+from pallas_attn._types import Array
 
 # Where lengths differ, a split has at most 1 + 1/2**n fair shares, with the largest n up to this for which all splits
 # still start at once and no straggler remains; if there is none, the number of splits is rounded to nearest. n = 0, two
@@ -49,7 +50,7 @@ COUNT_BITS = MOST_ORDERED.bit_length()  # for the sequences of a class
 
 
 class Split(NamedTuple):
-    """What a slot of the grid serves; all scalars."""
+    """What a work item of the grid serves; all scalars."""
 
     seq: jax.Array
     index: jax.Array | int
@@ -78,14 +79,14 @@ class Cut(NamedTuple):
 
 @runtime_checkable
 class Splits(Protocol):
-    """How a batch is cut, for kernels whose programs serve slots."""
+    """How a batch is cut, for kernels whose programs serve work items."""
 
     def num(self) -> jax.Array | int:
-        """Number of slots in use, which come first."""
+        """Number of work items in use, which come first."""
         ...
 
-    def at(self, slot: jax.Array) -> Split:
-        """The split of a slot."""
+    def at(self, item: jax.Array) -> Split:
+        """The split of a work item."""
         ...
 
 
@@ -106,16 +107,16 @@ class CountedCuts(Cuts, Protocol):
 
 
 def each(splits: Splits, problem: SplitKVProblem, program: jax.Array, serve: Callable[[Split], None]) -> None:
-    """Serves the split in slot `program`, and in every `num_programs`-th slot after it."""
+    """Serves the split of work item `program`, and of every `num_programs`-th item after it."""
 
     def turn(i, carry):
-        slot = program + i * problem.num_programs
-        # Computed inside the branch, since many slots have no split.
-        used = problem.num_slots == problem.num_seqs or slot < splits.num()
-        triton.when(used)(lambda: serve(splits.at(slot)))
+        item = program + i * problem.num_programs
+        # Computed inside the branch, since many items have no split.
+        used = problem.num_items == problem.num_seqs or item < splits.num()
+        triton.when(used)(lambda: serve(splits.at(item)))
         return carry
 
-    if problem.num_slots == problem.num_programs:
+    if problem.num_items == problem.num_programs:
         turn(0, None)
     else:
         lax.fori_loop(0, ceil_div(splits.num() - program, problem.num_programs), turn, np.int32(0))
@@ -130,13 +131,13 @@ class WholeSplits:
     def num(self) -> int:
         return self._num_seqs
 
-    def at(self, slot: jax.Array) -> Split:
-        return Split(slot, 0, 1, 0)
+    def at(self, item: jax.Array) -> Split:
+        return Split(item, 0, 1, 0)
 
 
-def fair(problem: SplitKVProblem, lens_ref: Any) -> Splits:
+def fair(problem: SplitKVProblem, seq_lens: Array) -> Splits:
     """The splits of a kernel that knows only the lengths."""
-    return FairSplits.of_all(problem, lens_ref) if problem.most_cuts else WholeSplits(problem)
+    return FairSplits.of_all(problem, seq_lens) if problem.most_cuts else WholeSplits(problem)
 
 
 class FairSplits:
@@ -165,46 +166,46 @@ class FairSplits:
         return even() if self._even is True else lax.cond(self._even, even, uneven)
 
     @classmethod
-    def of_all(cls, problem: SplitKVProblem, lens_ref: Any) -> "FairSplits":
+    def of_all(cls, problem: SplitKVProblem, seq_lens: Array) -> "FairSplits":
         seqs = jnp.arange(next_power_of_2(problem.num_seqs))
-        lengths = triton.load(lens_ref.at[seqs], mask=seqs < problem.num_seqs, other=0)
-        return cls(problem, lengths, triton.load(lens_ref.at[np.int32(0)]))
+        lengths = triton.load(seq_lens.at[seqs], mask=seqs < problem.num_seqs, other=0)
+        return cls(problem, lengths, triton.load(seq_lens.at[np.int32(0)]))
 
     def num(self) -> jax.Array:
         num_seqs = self._problem.num_seqs
         return num_seqs + self._of(lambda: num_seqs * self._each, lambda: jnp.sum(self._cuts))
 
-    def at(self, slot: jax.Array) -> Split:
+    def at(self, item: jax.Array) -> Split:
         if self._problem.num_seqs == 1:
-            return Split(0 * slot, slot, self._each + 1, slot)
-        return self._of(lambda: self._at_even(slot), lambda: self._at_uneven(slot))
+            return Split(0 * item, item, self._each + 1, item)
+        return self._of(lambda: self._at_even(item), lambda: self._at_uneven(item))
 
-    def _at_even(self, slot: jax.Array) -> Split:
+    def _at_even(self, item: jax.Array) -> Split:
         total = self._problem.num_seqs * self._each
-        added = slot // jnp.maximum(self._each, 1)
-        seq = jnp.where(slot < total, added, slot - total)
-        index = jnp.where(slot < total, slot - added * self._each + 1, 0)
+        added = item // jnp.maximum(self._each, 1)
+        seq = jnp.where(item < total, added, item - total)
+        index = jnp.where(item < total, item - added * self._each + 1, 0)
         return Split(seq, index, self._each + 1, first_place(seq * self._each, seq) + index)
 
-    def _at_uneven(self, slot: jax.Array) -> Split:
+    def _at_uneven(self, item: jax.Array) -> Split:
         upto = jnp.cumsum(self._cuts)
         total, before = jnp.sum(self._cuts), upto - self._cuts
 
         def added():
-            """For each sequence, the index of a slot among those that its cuts added."""
-            return jnp.where((before <= slot) & (slot < upto), slot, -1)
+            """For each sequence, the index of an item among those that its cuts added."""
+            return jnp.where((before <= item) & (item < upto), item, -1)
 
         def first():
-            """For each sequence, the slot of its first split."""
+            """For each sequence, the item of its first split."""
             return total + turns(self._lengths, self._cuts, self._problem)
 
         if in_turn(self._problem):
             # A branch: programs that start at once need not wait for the sort.
-            mine = lax.cond(slot < total, added, first) == slot
+            mine = lax.cond(item < total, added, first) == item
         else:
-            mine = jnp.where(slot < total, added(), total + self._seqs) == slot
+            mine = jnp.where(item < total, added(), total + self._seqs) == item
         seq, before, own = (jnp.sum(jnp.where(mine, x, 0)) for x in (self._seqs, before, self._cuts))
-        index = jnp.where(slot < total, slot - before + 1, 0)
+        index = jnp.where(item < total, item - before + 1, 0)
         return Split(seq, index, own + 1, first_place(before, seq) + index)
 
     def num_cut(self) -> jax.Array:
@@ -332,20 +333,20 @@ class ScheduledSplits:
     splits, so places never collide, and there are at most two for each part, however many sequences there are.
     """
 
-    def __init__(self, num_parts: int, splits_ref: Any):
-        self._places, self._splits_ref = scheduled_places(num_parts), splits_ref
+    def __init__(self, num_parts: int, num_splits: Array):
+        self._places, self._num_splits = scheduled_places(num_parts), num_splits
 
     def cut(self, which: jax.Array) -> Cut:
         return Cut(which, *self.of(which))
 
     def of(self, seq) -> tuple[jax.Array, jax.Array]:
         """(first, count) of a sequence's partial results."""
-        begin, end = (triton.load(self._splits_ref.at[i]) for i in (seq, seq + 1))
+        begin, end = (triton.load(self._num_splits.at[i]) for i in (seq, seq + 1))
         # Clamped: whatever the schedule says, reads stay inside the array of partial results.
         first = jnp.clip(2 * (begin - seq), 0, self._places)
         return first, jnp.clip(end - begin, 0, self._places - first)
 
-    def slot(self, split: jax.Array) -> jax.Array:
+    def place(self, split: jax.Array) -> jax.Array:
         """Where a split is stored: clamped to the array, whatever the schedule says."""
         return jnp.clip(split, 0, self._places - 1)
 

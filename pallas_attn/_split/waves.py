@@ -52,7 +52,7 @@ class Waves:
         return self.tile.resident(self.device)
 
     @functools.cached_property
-    def slots(self) -> int:
+    def at_once(self) -> int:
         """Programs that run at once."""
         return self.resident * self.device.num_cores
 
@@ -81,7 +81,7 @@ class Waves:
         best = self.cost(1), 1
         for splits in self._counts(most):
             # To begin them costs more alone, and so does any larger number.
-            if START_NS * self.walks * splits / self.slots > best[0]:
+            if START_NS * self.walks * splits / self.at_once > best[0]:
                 break
             best = min(best, (self.cost(splits), splits))
         return best
@@ -103,18 +103,18 @@ class Waves:
             )
             return START_NS + BEGIN_NS * fullest + reading
 
-        full, rest = divmod(self.walks * splits, self.slots)
-        return full * wave(self.slots) + (wave(rest) if rest else 0.0)
+        full, rest = divmod(self.walks * splits, self.at_once)
+        return full * wave(self.at_once) + (wave(rest) if rest else 0.0)
 
     def _differing(self, programs: int, whole: bool) -> float:
-        waves = max(1.0, programs / self.slots)
+        waves = max(1.0, programs / self.at_once)
         read_bytes = DIFFERING * self.walks * self.steps * self.step_bytes
         # What programs of the first wave have left uneven those of the next ones even out.
         uneven = 1 + (UNEVEN - 1) / waves
         reading = read_bytes * max(1 / self.device.bytes_ns, uneven / (CORE_BYTES_NS * self.device.num_cores))
         longest_bytes = self.steps * self.step_bytes
         if not whole:
-            longest_bytes = max(self.step_bytes, UNEVEN * read_bytes / max(programs, self.slots))
+            longest_bytes = max(self.step_bytes, UNEVEN * read_bytes / max(programs, self.at_once))
         # What is dealt begins with the longest; of what is not, more than run at once, the longest may begin last.
         longest = longest_bytes * self.alone_ns
         ending = reading + longest if whole and waves > 1 else max(reading, longest)
@@ -124,4 +124,4 @@ class Waves:
         """Programs that the batch is dealt to, so that equal lengths have so many splits each, to the nearest number,
         and lengths that differ as many as run at once."""
         programs = self.walks * splits
-        return max(programs, min(self.slots, programs + (self.walks - 1) // 2))
+        return max(programs, min(self.at_once, programs + (self.walks - 1) // 2))

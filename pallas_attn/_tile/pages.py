@@ -14,6 +14,7 @@ from pallas_attn._call.pools import Which
 from pallas_attn._call.sizes import Chunk, ceil_div, next_power_of_2, reaches_beyond
 from pallas_attn._tile import triton
 from pallas_attn._tile.layout import token_index
+from pallas_attn._types import Array
 
 SECTOR_BYTES = 32  # the smallest transfer from memory
 MOST_TOUCHED = 32  # sectors a program
@@ -32,23 +33,23 @@ def slots(start: jax.Array, block_kv: int, page_size: int) -> tuple[jax.Array, j
     return (start + token) // page_size, (start + token) % page_size
 
 
-def look_up(tables_ref: Any, seq, column: jax.Array, **mask: Any) -> jax.Array:
+def look_up(block_tables: Array, seq, column: jax.Array, **mask: Any) -> jax.Array:
     """Page ids in columns of a sequence's row of the block table; `mask` and `other` as of a load."""
-    return triton.load(tables_ref.at[seq + 0 * column, column], **mask)
+    return triton.load(block_tables.at[seq + 0 * column, column], **mask)
 
 
-def touch(tables_ref: Any, program, num_programs: int) -> None:
+def touch(block_tables: Array, program, num_programs: int) -> None:
     """Prefetches this program's part of the block tables. Which ids a program needs is only known once lengths are;
     meanwhile all programs together bring the tables into the L2. Tables of which a warp would prefetch more sectors
     than it has lanes are skipped: they are usually much wider than sequences are long.
     """
-    num_seqs, columns = tables_ref.shape
-    ids = SECTOR_BYTES // tables_ref.dtype.itemsize
+    num_seqs, columns = block_tables.shape
+    ids = SECTOR_BYTES // block_tables.dtype.itemsize
     share = next_power_of_2(ceil_div(num_seqs * columns, ids * num_programs))
     if share > MOST_TOUCHED:
         return
     first = (program * share + jnp.arange(share)) * ids
-    triton.touch(tables_ref.at[first // columns, first % columns], mask=first < num_seqs * columns)
+    triton.touch(block_tables.at[first // columns, first % columns], mask=first < num_seqs * columns)
 
 
 def gather(

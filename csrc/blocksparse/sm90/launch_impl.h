@@ -43,7 +43,7 @@ LaunchStatus launch_instance(const PrefillParams& params, cudaStream_t stream) {
     status = encode_tensor_map(tile_of("value", params.value, tokens, kv_heads), kElement, &maps.value);
   }
   if (!status.ok()) return status;
-  const int blocks = std::min(num_sms, Scout::num_slots(params) * params.num_heads);
+  const int blocks = std::min(num_sms, Scout::num_items(params) * params.num_heads);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(kThreads);

@@ -4,7 +4,7 @@
 //
 // Tiles are taken from a counter, so that no CTA is left with the long ones; a tile's result does not depend
 // on who took it. In the order of the counter: heads that are to go together, later positions before earlier
-// ones, which see less, groups of heads. Sequence i has the slots from cu_q_lens[i] / 128 + 2 * i on, two
+// ones, which see less, groups of heads. Sequence i has the items from cu_q_lens[i] / 128 + 2 * i on, two
 // more than its queries fill, since its first and last tiles may be partial.
 #pragma once
 
@@ -25,8 +25,8 @@ class Scout {
       : params_(params), maps_(maps), smem_(smem), lane_(lane) {}
 
   __device__ void work() {
-    const int slots = num_slots(params_);
-    const int total = slots * params_.num_heads;
+    const int items = num_items(params_);
+    const int total = items * params_.num_heads;
     const uint64_t policy = ptx::l2_evict_first_policy();
     Phases<kSlots> phases;
     int slot = 0;
@@ -37,7 +37,7 @@ class Scout {
       Tile tile;
       tile.head = -1;
       int column = 0;
-      if (index >= total || find(index, slots, tile, column)) {
+      if (index >= total || find(index, items, tile, column)) {
         ptx::mbarrier_wait(&smem_.told.empty[slot][0], phases.empty(slot));
         smem_.columns[slot][lane_] = column;
         if (lane_ == 0) smem_.tiles[slot] = tile;
@@ -56,19 +56,19 @@ class Scout {
     }
   }
 
-  static PALLAS_ATTN_HOST_DEVICE int num_slots(const PrefillParams& params) {
+  static PALLAS_ATTN_HOST_DEVICE int num_items(const PrefillParams& params) {
     return params.num_tokens / kTileQueries + 2 * params.num_seqs + 1;
   }
 
  private:
   // Whether the tile has queries that see something; `column`: of the entry that is this lane's.
-  __device__ bool find(int index, int slots, Tile& tile, int& column) const {
+  __device__ bool find(int index, int items, Tile& tile, int& column) const {
     const int together = params_.heads_together;
     const int turn = index / together;
-    const int slot = slots - 1 - turn % slots;
-    tile.head = turn / slots * together + index % together;
+    const int item = items - 1 - turn % items;
+    tile.head = turn / items * together + index % together;
 
-    const int seq = sequence_of(slot);
+    const int seq = sequence_of(item);
     // Tokens behind the last sequence are those of one more, which has no keys.
     const bool padding = seq == params_.num_seqs;
     const int own = min(seq, params_.num_seqs - 1), tokens = params_.num_tokens;
@@ -86,7 +86,7 @@ class Scout {
 
     // Positions: of the first query, and of the tile's first row. Tiles begin at multiples of their size.
     const int oldest = k_len - q_len;
-    const int first = (oldest & -kTileQueries) + (slot - q_begin / kTileQueries - 2 * seq) * kTileQueries;
+    const int first = (oldest & -kTileQueries) + (item - q_begin / kTileQueries - 2 * seq) * kTileQueries;
     if (first >= k_len || first + kTileQueries <= oldest) return false;
     tile.token = q_begin + first - oldest;
     tile.begin = max(oldest - first, 0);
@@ -100,14 +100,14 @@ class Scout {
     return false;
   }
 
-  __device__ int sequence_of(int slot) const {
+  __device__ int sequence_of(int item) const {
     int before = 0;
     for (int base = 0; base < params_.num_seqs; base += 32) {
       const int seq = base + lane_;
       bool passed = false;
       if (seq < params_.num_seqs) {
         const int end = min(max(__ldg(params_.cu_q_lens + seq + 1), 0), params_.num_tokens);
-        passed = end / kTileQueries + 2 * (seq + 1) <= slot;
+        passed = end / kTileQueries + 2 * (seq + 1) <= item;
       }
       before += __popc(__ballot_sync(0xffffffff, passed));
     }

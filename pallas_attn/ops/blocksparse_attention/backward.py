@@ -39,20 +39,20 @@ def backward(
         functools.partial(_query_kernel, problem=by_query),
         operands,
         name="pallas_attn_blocksparse_dq",
-        grid=(num_heads, walk.num_slots(by_query)),
+        grid=(num_heads, walk.num_items(by_query)),
         out_shape=[jax.ShapeDtypeStruct(query.shape, query.dtype)],
         num_warps=config.dq_warps,
         num_stages=config.dq_stages,
         lowering=lowering,
     )
-    num_slots = key.shape[0] // by_key.config.block_kv + by_key.num_seqs
+    num_items = key.shape[0] // by_key.config.block_kv + by_key.num_seqs
     d_key, d_value = triton.kernel_call(
         functools.partial(_key_value_kernel, problem=by_key),
         # No program writes tokens that belong to no sequence.
         (jnp.zeros_like(key), jnp.zeros_like(key)),
         dataclasses.replace(operands, layout=transposed(layout)),
         name="pallas_attn_blocksparse_dkv",
-        grid=(by_key.pool.num_kv_heads, num_slots),
+        grid=(by_key.pool.num_kv_heads, num_items),
         out_shape=[jax.ShapeDtypeStruct(key.shape, key.dtype)] * 2,
         num_warps=config.dkv_warps,
         num_stages=config.dkv_stages,
@@ -99,7 +99,7 @@ class Queries(NamedTuple):
 
 def _query_kernel(refs: BackwardOperands, d_query_ref, *, problem: Problem):
     head = triton.program_id(0)
-    tile = walk.tile_of(problem, refs, walk.num_slots(problem) - 1 - triton.program_id(1))
+    tile = walk.tile_of(problem, refs, walk.num_items(problem) - 1 - triton.program_id(1))
     kv_head = head // problem.group
 
     @triton.when(tile.any)
@@ -156,8 +156,8 @@ class KeyTile(NamedTuple):
     q_start: jax.Array
 
 
-def _key_tile(problem: Problem, refs: BackwardOperands, slot: jax.Array) -> KeyTile:
-    """The keys of a slot: sequence i has the slots from cu_k_lens[i] // block_kv + i on, one for a partial tile
+def _key_tile(problem: Problem, refs: BackwardOperands, item: jax.Array) -> KeyTile:
+    """The keys of a work item: sequence i has the items from cu_k_lens[i] // block_kv + i on, one for a partial tile
     included."""
     block, num_seqs, tokens = problem.config.block_kv, problem.num_seqs, problem.pool.num_pages
     seqs = jnp.arange(next_power_of_2(num_seqs))
@@ -165,7 +165,7 @@ def _key_tile(problem: Problem, refs: BackwardOperands, slot: jax.Array) -> KeyT
     assert refs.cu_k_lens is not None
     ends = triton.load(refs.cu_k_lens.at[jnp.minimum(seqs + 1, num_seqs)], mask=seqs < num_seqs, other=0)
     ends = jnp.clip(ends, 0, tokens)
-    seq = jnp.sum(((seqs < num_seqs) & (ends // block + seqs + 1 <= slot)).astype(jnp.int32))
+    seq = jnp.sum(((seqs < num_seqs) & (ends // block + seqs + 1 <= item)).astype(jnp.int32))
     seq = jnp.minimum(seq, num_seqs - 1)
     (q_start, q_end), (k_start, k_end) = (
         [triton.load(ends.at[seq + i]) for i in (np.int32(0), np.int32(1))]
@@ -175,7 +175,7 @@ def _key_tile(problem: Problem, refs: BackwardOperands, slot: jax.Array) -> KeyT
     k_len = jnp.where(bad, 0, k_end - k_start)
     q_start = jnp.clip(first_query(seq, q_start), 0, problem.num_tokens)
     q_len = jnp.clip(q_end, q_start, problem.num_tokens) - q_start
-    first = (slot - (k_start // block + seq)) * block
+    first = (item - (k_start // block + seq)) * block
     position = first + jnp.arange(block)
     held = (position >= 0) & (position < k_len)
     return KeyTile(seq, first, position, held, k_start + position, k_len, k_len - q_len, q_start)

@@ -48,7 +48,7 @@ def unsupported(operands: Operands) -> str | None:
         return (
             f"needs blocks of at least {TILE} tokens, got {sizes[0]} by {sizes[1]} (block_size, q_block_size)"
         )
-    if (tiles := walk.num_slots(problem, TILE) * problem.num_heads) > MOST_TILES:
+    if (tiles := walk.num_items(problem, TILE) * problem.num_heads) > MOST_TILES:
         return f"takes at most {MOST_TILES} tiles of {TILE} queries of all heads, got {tiles}"
     return None
 

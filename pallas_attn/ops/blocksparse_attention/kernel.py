@@ -31,14 +31,14 @@ def prefill(
     """
     query, config = operands.query, problem.config
     together = heads_together(problem, query.dtype.itemsize)
-    num_slots = walk.num_slots(problem)
+    num_items = walk.num_items(problem)
     lower = [jax.ShapeDtypeStruct(query.shape, jnp.int8)] if keep and low_bits.are_lost(query.dtype) else []
     return tuple(
         triton.kernel_call(
-            functools.partial(_prefill_kernel, problem=problem, num_slots=num_slots, together=together),
+            functools.partial(_prefill_kernel, problem=problem, num_items=num_items, together=together),
             operands,
             name="pallas_attn_blocksparse_prefill",
-            grid=(together, num_slots, problem.num_heads // together),
+            grid=(together, num_items, problem.num_heads // together),
             out_shape=[
                 jax.ShapeDtypeStruct(query.shape, query.dtype),
                 jax.ShapeDtypeStruct((*query.shape[:2], 2), jnp.float32),
@@ -67,11 +67,11 @@ def _prefill_kernel(
     lse_ref,
     *low_refs,
     problem: Problem,
-    num_slots: int,
+    num_items: int,
     together: int,
 ):
     head = triton.program_id(2) * together + triton.program_id(0)
-    tile = walk.tile_of(problem, refs, num_slots - 1 - triton.program_id(1))
+    tile = walk.tile_of(problem, refs, num_items - 1 - triton.program_id(1))
     kv_head = head // problem.group
     dims = problem.dims
     # For programs that share a multiprocessor: they have few registers, and while one waits the other computes. For

@@ -88,6 +88,7 @@ class Keys(NamedTuple):
             return read_rows(ref, token, self.kv_head, problem, held).astype(dtype), None
         mask = jnp.ones(size, bool) if held is None else held
         column, offset = pages.slots(first, size, problem.pool.page_size)
+        assert self.refs.block_tables is not None
         page = pages.look_up(self.refs.block_tables, self.seq, column, mask=mask, other=0)
         usable = masking.usable_pages(page, problem.pool.num_pages)
         place = (page, offset, self.kv_head, problem.dims)

@@ -42,13 +42,13 @@ def blocksparse_attention_xla(operands: Operands) -> tuple[jax.Array, jax.Array]
     k_lens = jnp.where(bad_lens, 0, k_end - k_start)
     seen, bad = rows_of(layout)
 
-    def attend(slot: jax.Array):
+    def attend(item: jax.Array):
         ends = cu_q[1:] // block_q + 2 * jnp.arange(1, num_seqs + 1)
-        seq = jnp.sum(ends <= slot)
+        seq = jnp.sum(ends <= item)
         past_end = seq == num_seqs
         seq = jnp.minimum(seq, num_seqs - 1)
         before = k_lens[seq] - (cu_q[seq + 1] - cu_q[seq])
-        first = before // block_q * block_q + (slot - cu_q[seq] // block_q - 2 * seq) * block_q
+        first = before // block_q * block_q + (item - cu_q[seq] // block_q - 2 * seq) * block_q
         position = first + jnp.arange(block_q)
         real = (position >= before) & (position < k_lens[seq]) & ~past_end
         token = jnp.where(real, cu_q[seq] + position - before, tokens)
@@ -84,8 +84,8 @@ def blocksparse_attention_xla(operands: Operands) -> tuple[jax.Array, jax.Array]
         lse = jnp.stack([lse.maximum, jnp.where(wrong, spoiled[..., 0], lse.rest)], axis=-1)
         return token, jnp.moveaxis(out, 0, 1).astype(query.dtype), jnp.swapaxes(lse, 0, 1)
 
-    num_slots = tokens // block_q + 2 * num_seqs
-    token, out, lse = lax.map(jax.checkpoint(attend), jnp.arange(num_slots))
+    num_items = tokens // block_q + 2 * num_seqs
+    token, out, lse = lax.map(jax.checkpoint(attend), jnp.arange(num_items))
     results = (
         jnp.zeros(query.shape, query.dtype).at[token].set(out, mode="drop"),
         jnp.full((tokens, heads, 2), -jnp.inf).at[token].set(lse, mode="drop"),

@@ -1,6 +1,6 @@
 """The walk of some neighbouring queries of one head over blocks of keys, shared by forward and backward.
 
-Programs find their sequence themselves: sequence i has the slots from cu_q_lens[i] // block_q + 2 * i on, two more than
+Programs find their sequence themselves: sequence i has the items from cu_q_lens[i] // block_q + 2 * i on, two more than
 its queries fill, since its first and last tiles may be partial. Late positions see most and start first.
 """
 
@@ -58,12 +58,12 @@ class Tile(NamedTuple):
         return self._replace(first=self.first + never.astype(jnp.int32))
 
 
-def num_slots(problem: Problem, block_q: int | None = None) -> int:
+def num_items(problem: Problem, block_q: int | None = None) -> int:
     return problem.num_tokens // (block_q or problem.config.block_q) + 2 * problem.num_seqs + 1
 
 
-def tile_of(problem: Problem, refs: Operands, slot: jax.Array) -> Tile:
-    """The queries of a slot. Tokens after the last sequence form one more sequence, without keys.
+def tile_of(problem: Problem, refs: Operands, item: jax.Array) -> Tile:
+    """The queries of a work item. Tokens after the last sequence form one more sequence, without keys.
 
     All lengths are loaded at once and the program's own picked from them: one load latency instead of two.
     """
@@ -80,7 +80,7 @@ def tile_of(problem: Problem, refs: Operands, slot: jax.Array) -> Tile:
         (0 * seqs, lengths(refs.seq_lens, 0)) if paged else (lengths(refs.cu_k_lens, i) for i in (0, 1))
     )
     filled = jnp.clip(q_ends, 0, tokens) // block_q
-    seq = jnp.sum((real & (filled + 2 * (seqs + 1) <= slot)).astype(jnp.int32))
+    seq = jnp.sum((real & (filled + 2 * (seqs + 1) <= item)).astype(jnp.int32))
     padding = seq == num_seqs
     own = jnp.minimum(seq, num_seqs - 1)
     q_start, q_end, k_start, k_end = (
@@ -98,7 +98,7 @@ def tile_of(problem: Problem, refs: Operands, slot: jax.Array) -> Tile:
     bad &= ~padding
     k_len = jnp.where(bad | padding, 0, k_end - k_start)
     before = k_len - q_len  # position of the first query
-    index = slot - (q_start // block_q + 2 * seq)
+    index = item - (q_start // block_q + 2 * seq)
     first = (before & -block_q) + index * block_q
     some = (first < k_len) & (first + block_q > before)
     if problem.kinds == "mixed":

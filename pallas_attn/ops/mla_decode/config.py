@@ -35,7 +35,9 @@ LEAST = Candidate(16, 4, 2)
 # Splits of a batch-invariant call. Beyond 65536 tokens they grow, or a wide table would ask for memory without end.
 INVARIANT_TOKENS, INVARIANT_SPLITS = 1024, 64
 # Sequences as short as this are left whole where they keep this much of the multiprocessors busy, and in one wave.
-# Neither is a schedule looked at then, nor is there a merge, which cost more than a few idle multiprocessors.
+# Neither is a schedule looked at then, nor is there a merge, which cost more than a few idle multiprocessors: of full
+# tables 5 to 20%. The cost of paged decode (`_split/waves.py`) would deal those of 1024 tokens, since it weighs lengths
+# that differ as much, which then gain 20 to 30% (EXPERIMENTS.md); whoever has those has a schedule.
 WHOLE_TOKENS, MOSTLY_BUSY = 1024, 0.7
 
 

@@ -64,7 +64,7 @@ def mla_decode_cuda(
     num_seqs, q_len, num_heads, query_dim = query.shape
     num_kv_heads = latent_cache.shape[2]
     group = num_heads // num_kv_heads
-    slots = scheduled_places(schedule_metadata.shape[0])
+    places = scheduled_places(schedule_metadata.shape[0])
     call = jax.ffi.ffi_call(
         "pallas_attn_mla_decode_sm90",
         (
@@ -72,8 +72,8 @@ def mla_decode_cuda(
             jax.ShapeDtypeStruct((num_seqs, q_len, num_heads), jnp.float32),
             # Results of the splits, before they are merged: outputs, because a handler that allocates cannot be part of
             # a command buffer.
-            jax.ShapeDtypeStruct((slots, q_len * num_heads, LATENT_DIM), jnp.float32),
-            jax.ShapeDtypeStruct((slots, q_len * num_heads, 2), jnp.float32),
+            jax.ShapeDtypeStruct((places, q_len * num_heads, LATENT_DIM), jnp.float32),
+            jax.ShapeDtypeStruct((places, q_len * num_heads, 2), jnp.float32),
         ),
         vmap_method="sequential",
     )

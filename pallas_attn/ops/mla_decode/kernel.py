@@ -111,10 +111,10 @@ def _scheduled_kernel(refs: Operands, *out_refs, problem: Problem):
     head_block, part = triton.program_id(0), triton.program_id(1)
     assert problem.num_parts is not None
     assert refs.schedule is not None
-    metadata_ref, splits_ref = refs.schedule
-    dealt = ScheduledSplits(problem.num_parts, splits_ref)
+    tile_scheduler_metadata, num_splits = refs.schedule
+    dealt = ScheduledSplits(problem.num_parts, num_splits)
     begin_idx, begin_seqlen, end_idx, end_seqlen, begin_split = (
-        triton.load(metadata_ref.at[part, jnp.int32(column)]) for column in range(5)
+        triton.load(tile_scheduler_metadata.at[part, jnp.int32(column)]) for column in range(5)
     )
     # A schedule made for other lengths must not make this kernel touch memory that is not its own.
     end_seqlen = jnp.maximum(end_seqlen, 0)  # nor make end - begin overflow
@@ -126,7 +126,7 @@ def _scheduled_kernel(refs: Operands, *out_refs, problem: Problem):
         begin = jnp.where(seq == begin_idx, jnp.maximum(begin_seqlen, 0), 0)
         end = jnp.minimum(jnp.where(seq == end_idx, end_seqlen, seq_len), seq_len)
         first, count = dealt.of(seq)
-        place = dealt.slot(first + jnp.where(seq == begin_idx, begin_split, 0))
+        place = dealt.place(first + jnp.where(seq == begin_idx, begin_split, 0))
         _serve(refs, *out_refs, seq=seq, head_block=head_block, begin=begin, end=end, place=place,
                one_split=count <= 1, problem=problem)  # fmt: skip
         return carry

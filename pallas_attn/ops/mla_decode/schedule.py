@@ -142,19 +142,19 @@ def default_overhead(seq_lens: jax.Array, num_parts: int, rows: int) -> int | ja
         return FIXED_OVERHEAD_BLOCKS
     low = FIXED_OVERHEAD_BLOCKS if num_seqs > num_parts else 2 if 16 * num_seqs > num_parts else 1
     share = -(-num_seqs // num_parts)
-    slots = share * num_parts
+    places = share * num_parts  # of whole sequences
     # Without a spare part, parts with short sequences always have room for a split of the next.
-    if slots == num_seqs or 8 * (slots - num_seqs) > num_parts:
+    if places == num_seqs or 8 * (places - num_seqs) > num_parts:
         return low
     blocks = num_blocks(seq_lens)
     total = jnp.sum(blocks)
     # The payload is (total + num_seqs * overhead) / num_parts + overhead. A part takes `share` of the longest if
     # share * (longest + overhead) <= payload,
-    missing = jnp.maximum(slots * jnp.max(blocks) - total, 0)
-    needed = -(-missing // (num_parts + num_seqs - slots))
+    missing = jnp.maximum(places * jnp.max(blocks) - total, 0)
+    needed = -(-missing // (num_parts + num_seqs - places))
     # and begins no other sequence after `share` of the shortest if payload <= share * (shortest + overhead) + overhead.
-    spare = jnp.maximum(total - slots * jnp.min(blocks), 0)
-    needed_to_stop = jnp.minimum(-(-spare // (slots - num_seqs)), MOST_OVERHEAD_BLOCKS)
+    spare = jnp.maximum(total - places * jnp.min(blocks), 0)
+    needed_to_stop = jnp.minimum(-(-spare // (places - num_seqs)), MOST_OVERHEAD_BLOCKS)
     dear = 8 if rows <= 32 else 20 if rows <= 128 else FIXED_OVERHEAD_BLOCKS
     # Lengths are similar if `needed`, about the longest minus the mean, is at most a quarter of a part's work.
     alike = needed <= jnp.minimum(dear, total // (4 * num_parts))

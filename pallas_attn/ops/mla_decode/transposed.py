@@ -94,22 +94,22 @@ def walk_tokens(
         bad |= ~masking.usable_pages(page, pool.num_pages)
         held = masking.within(token, end - first)[:, None]
         keys = read(first, page, held)
-        products, factor = map(triton.dot, keys, columns), problem.scale * softmax.LOG2_E
+        products, factor = map(triton.dot, keys, columns), problem.scale * softmax.LOG2_E  # base 2
 
-        def masked(logits2: jax.Array) -> jax.Array:
+        def masked(logits: jax.Array) -> jax.Array:
             visible = held
             if row_end is not None:
                 visible &= masking.within((first + token)[:, None], row_end[None, :])
-            return masking.apply(logits2, visible)
+            return masking.apply(logits, visible)
 
         if one_warpgroup:
-            logits2 = triton.rounded(functools.reduce(jnp.add, products) * factor)
+            logits = triton.rounded(functools.reduce(jnp.add, products) * factor)
         else:
-            logits2 = functools.reduce(jnp.add, [product * factor for product in products])
-            logits2 = lax.cond(first + block_kv <= unmasked_end, lambda x: x, masked, logits2)
+            logits = functools.reduce(jnp.add, [product * factor for product in products])
+            logits = lax.cond(first + block_kv <= unmasked_end, lambda x: x, masked, logits)
 
         def taken_in() -> softmax.OnlineSoftmax:
-            return _take_in(state, masked(logits2) if one_warpgroup else logits2, keys[0])
+            return _take_in(state, masked(logits) if one_warpgroup else logits, keys[0])
 
         return lax.cond(first < end, taken_in, lambda: state), bad, next_page
 
@@ -126,15 +126,15 @@ def walk_tokens(
     return softmax.OnlineSoftmax(state.maximum, jnp.sum(state.total, axis=0), (state.acc.T,)), bad
 
 
-def _take_in(state: softmax.OnlineSoftmax, logits2: jax.Array, values: jax.Array) -> softmax.OnlineSoftmax:
+def _take_in(state: softmax.OnlineSoftmax, logits: jax.Array, values: jax.Array) -> softmax.OnlineSoftmax:
     """The state with a tile added; its `maximum` is a reference set by some earlier maximum."""
     reference, total, acc = state
-    weights = triton.exp2(logits2 - reference[None, :])
+    weights = triton.exp2(logits - reference[None, :])
 
     def followed():
-        maximum = jnp.maximum(reference, jnp.max(logits2, axis=0))
+        maximum = jnp.maximum(reference, jnp.max(logits, axis=0))
         decay = triton.exp2(reference - maximum)[None, :]
-        return maximum, total * decay, acc * decay, triton.exp2(logits2 - maximum[None, :])
+        return maximum, total * decay, acc * decay, triton.exp2(logits - maximum[None, :])
 
     # Not `> MOST`: NaN in one row must not keep the others from updating.
     far = ~(_largest(weights) <= MOST)

@@ -12,7 +12,7 @@ tile's tokens and the columns of its values; of the second, the rows, it takes 8
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,11 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._call import sizes
+from pallas_attn._call.pools import Which
 from pallas_attn._split import merge, result
 from pallas_attn._split.splits import FairSplits, Split, each, fair
 from pallas_attn._tile import logits, masking, narrow, pages, quantization, rows, softmax, tree, triton, walk
+from pallas_attn._types import Array
 from pallas_attn.mods.operands import NOTHING, Tile, has_mask, has_score, over_rows
 from pallas_attn.mods.program import KEY
 from pallas_attn.mods.seen import Left, of_sequences
@@ -62,7 +64,7 @@ def paged_attention_pallas(
     return merge.merge(
         outputs,
         (_dealt_by(operands), operands.sliding_window),
-        lambda lens_ref, window_ref: FairSplits.of_all(problem.with_window(window_ref), lens_ref),
+        lambda seq_lens, sliding_window: FairSplits.of_all(problem.with_window(sliding_window), seq_lens),
         name="pallas_attn_paged_attention_combine",
         problem=problem,
         num_cut=problem.most_cut,
@@ -82,8 +84,8 @@ def _left(operands: Operands, problem: Problem) -> Left | None:
     return Left.of(found, problem.config.block_kv)
 
 
-def _dealt_by(operands: Operands) -> Any:
-    """Of arrays or refs."""
+def _dealt_by(operands: Operands) -> Array:
+    """The lengths that splits go by, of arrays or refs."""
     return operands.seq_lens if operands.left is None else operands.left.tiles
 
 
@@ -112,10 +114,10 @@ class _Query(NamedTuple):
     elements: jax.Array
 
 
-def _query(query_ref, head_block, problem: Problem, dtype, seq) -> _Query:
+def _query(query: Array, head_block, problem: Problem, dtype, seq) -> _Query:
     mine = problem.rows_of(head_block)
     leading = rows.batched(mine, seq)
-    q = rows.load(query_ref, mine, leading, sizes.whole(problem.pool.head_dim))
+    q = rows.load(query, mine, leading, sizes.whole(problem.pool.head_dim))
     return _Query(mine, leading, quantization.query_as(q, dtype))
 
 
@@ -252,7 +254,7 @@ def _read_tile(refs: Operands, ids, kv_head, problem: Problem, dtype, start, hel
     # the result is NaN.
     page = jnp.where(usable, page, 0)
 
-    def read(which: Any, ref):
+    def read(which: Which, ref: Array):
         place = (page, offset, kv_head, sizes.whole(pool.head_dim))
         return pages.gather(ref, problem.layout, which, *place, held, head_dim=pool.head_dim)
 
@@ -298,8 +300,8 @@ def _logits(
     return logits.Shaped(mods.masked(tile), scale)
 
 
-def _scale(problem: Problem, k_scale_ref: Any, kv_head):
+def _scale(problem: Problem, k_scale: Array | None, kv_head):
     """The logits' scale, without a page's."""
-    if k_scale_ref is None or quantization.is_by_page(k_scale_ref):
+    if k_scale is None or quantization.is_by_page(k_scale):
         return problem.scale
-    return problem.scale * triton.load(k_scale_ref.at[kv_head])
+    return problem.scale * triton.load(k_scale.at[kv_head])

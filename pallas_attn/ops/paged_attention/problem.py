@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import numpy as np
@@ -11,6 +10,7 @@ from pallas_attn._call.device import current_device
 from pallas_attn._call.sizes import tile_side
 from pallas_attn._split.problem import SplitKVProblem
 from pallas_attn._tile import masking, triton, walk
+from pallas_attn._types import Array
 
 LEAST_TOGETHER = 4
 
@@ -72,9 +72,9 @@ class Problem(SplitKVProblem):
         heads = {"num_heads": self.num_heads, "num_kv_heads": self.pool.num_kv_heads}
         return self.rules.block_sparse.offset(head, kv_head, **heads)
 
-    def with_window(self, window_ref: Any) -> "Problem":
+    def with_window(self, sliding_window: Array | None) -> "Problem":
         """The problem with a run-time window put into its rules."""
-        if window_ref is None:
+        if sliding_window is None:
             return self
-        window = triton.load(window_ref.at[np.int32(0)])
+        window = triton.load(sliding_window.at[np.int32(0)])
         return dataclasses.replace(self, rules=self.rules._replace(sliding_window=window))

@@ -16,8 +16,8 @@ from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig, Ragge
 from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.ops.ragged_attention.spans import Span, span
 
-# Slots are provided for this many waves of programs where blocks may be cut; more would only start and find nothing to
-# do.
+# There are work items for this many waves of programs where blocks may be cut; more would only start and find nothing
+# to do.
 MOST_ROUNDS = 4
 # Blocks are counted if those of all tokens, in few sequences, are less than this part of the most there may be.
 COUNTED = 0.75
@@ -104,18 +104,18 @@ class Problem(PagedCall):
     def grid(self) -> tuple[int, int]:
         if self.is_short:
             # Programs of neighbouring KV heads start together: in the NHD layout they read neighbouring bytes.
-            return self.pool.num_kv_heads, self.decoded.num_slots
-        return self.num_slots, self.pool.num_kv_heads
+            return self.pool.num_kv_heads, self.decoded.num_items
+        return self.num_items, self.pool.num_kv_heads
 
     @property
-    def num_slots(self) -> int:
-        """Slots of a long launch for each KV head: for all splits of the blocks that it may serve or, where these are
-        counted, for as many as are worth a program."""
-        slots = self.most_blocks * self.config.num_splits
+    def num_items(self) -> int:
+        """Work items of a long launch for each KV head: for all splits of the blocks that it may serve or, where these
+        are counted, for as many as are worth a program."""
+        items = self.most_blocks * self.config.num_splits
         if not self.is_counted:
-            return slots
+            return items
         enough = MOST_ROUNDS * self.config.target_programs // self.pool.num_kv_heads
-        return max(self.most_blocks, min(slots, enough))
+        return max(self.most_blocks, min(items, enough))
 
     @property
     def is_counted(self) -> bool:
@@ -145,7 +145,7 @@ class Problem(PagedCall):
         """Places for partial results; 0 if no block is ever cut."""
         if self.is_short:
             return self.decoded.num_places
-        return self.num_slots if self.config.num_splits > 1 else 0
+        return self.num_items if self.config.num_splits > 1 else 0
 
     @property
     def most_blocks(self) -> int:

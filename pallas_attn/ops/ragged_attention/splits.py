@@ -57,7 +57,7 @@ class Limits(NamedTuple):
             return cls(problem.most_blocks, most)
         blocks = lens.counted()
         if most > 1:
-            most = jnp.clip(problem.num_slots // jnp.maximum(blocks, 1), 1, most)
+            most = jnp.clip(problem.num_items // jnp.maximum(blocks, 1), 1, most)
         return cls(blocks, most)
 
 
@@ -83,15 +83,15 @@ class BlockSplits:
         self._limits = Limits.of(problem, self._lens)
 
     def serve(self, served: Callable[[Share], None]) -> None:
-        """KV heads vary slowest, so that what a head's programs read stays in the L2. Slots of few blocks, and unused
+        """KV heads vary slowest, so that what a head's programs read stays in the L2. Items of few blocks, and unused
         ones, come last."""
-        slot, kv_head = (triton.program_id(axis) for axis in range(2))
+        item, kv_head = (triton.program_id(axis) for axis in range(2))
         total, most = self._limits
 
-        # Without the branch if there are hardly fewer blocks than slots: it would wait for the count.
-        @triton.when(slot < total * most if self._problem.is_counted else True)
+        # Without the branch if there are hardly fewer blocks than items: it would wait for the count.
+        @triton.when(item < total * most if self._problem.is_counted else True)
         def _():
-            split, place = (slot // total, slot % total) if self._problem.num_places else (0, slot)
+            split, place = (item // total, item % total) if self._problem.num_places else (0, item)
 
             def tiles(num_tiles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
                 each = self._tiles(num_tiles)
@@ -138,11 +138,11 @@ class DecodedSplits:
         self._splits: Splits = decoded(problem, refs) if dealt.most_cuts else WholeSplits(dealt)
 
     def serve(self, served: Callable[[Share], None]) -> None:
-        kv_head, slot = (triton.program_id(axis) for axis in range(2))
+        kv_head, item = (triton.program_id(axis) for axis in range(2))
 
-        @triton.when(slot < self._splits.num())
+        @triton.when(item < self._splits.num())
         def _():
-            split = self._splits.at(slot)
+            split = self._splits.at(item)
 
             def tiles(num_tiles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
                 return *split.tiles(num_tiles), jnp.asarray(split.count)

@@ -39,7 +39,7 @@ def sparse_mla_cuda(operands: Operands, *, function: str = "sparse_mla_decode") 
     num_tokens, num_heads, _ = query.shape
     num_parts = max(1, current_device().num_cores // -(-num_heads // TILE_HEADS))
     deal: Deal = dealt(num_tokens, operands.topk, num_parts, num_heads, whole=max_logits)
-    slots = scheduled_places(len(deal.parts)) if deal.cuts else 0
+    places = scheduled_places(len(deal.parts)) if deal.cuts else 0
     peaks = (num_tokens, num_heads) if max_logits else (0, 0)
     call = jax.ffi.ffi_call(
         "pallas_attn_sparse_mla_sm90",
@@ -49,8 +49,8 @@ def sparse_mla_cuda(operands: Operands, *, function: str = "sparse_mla_decode") 
             jax.ShapeDtypeStruct(peaks, jnp.float32),
             # Splits before they are merged: outputs, because a handler that allocates cannot be part of a command
             # buffer.
-            jax.ShapeDtypeStruct((slots, num_heads, LATENT_DIM), jnp.float32),
-            jax.ShapeDtypeStruct((slots, num_heads, 2), jnp.float32),
+            jax.ShapeDtypeStruct((places, num_heads, LATENT_DIM), jnp.float32),
+            jax.ShapeDtypeStruct((places, num_heads, 2), jnp.float32),
         ),
         vmap_method="sequential",
     )

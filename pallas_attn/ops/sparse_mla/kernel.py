@@ -6,7 +6,6 @@ as in `mla_decode`. Ids of -1, and those after the token's number of ids, read a
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from pallas_attn._call.pools import table_tokens
 from pallas_attn._split import merge, result
 from pallas_attn._tile import latent_tile, logits, masking, pages, rows, softmax, triton
 from pallas_attn._tile.latents import LATENT_DIM
+from pallas_attn._types import Array
 from pallas_attn.ops.sparse_mla.config import SparseMLAConfig
 from pallas_attn.ops.sparse_mla.operands import Operands
 from pallas_attn.ops.sparse_mla.problem import FixedSplits, Problem, beside_sinks
@@ -77,6 +77,7 @@ def sparse_mla_pallas(
 
 def _kernel(refs: Operands, *out_refs, problem: Problem):
     head_block, split, token = (triton.program_id(axis) for axis in range(3))
+    assert refs.topk_length is not None
     cut = FixedSplits(problem, refs.topk_length)
     stored, length = cut.length(token)
     begin = split * problem.split_ids
@@ -105,7 +106,8 @@ def _walk_ids(query, refs: Operands, token, begin, end, problem: Problem):
     """Online softmax of a token's query rows over its ids [begin, end); also whether any id was invalid."""
     pool, config = problem.pool, problem.config
 
-    def logits2(keys) -> jax.Array:
+    def logits_of(keys) -> jax.Array:
+        """Base 2."""
         return logits.products(query, keys, problem.scale * softmax.LOG2_E)
 
     def step(i, carry):
@@ -123,16 +125,16 @@ def _walk_ids(query, refs: Operands, token, begin, end, problem: Problem):
 
         keys = latent_tile.read(read, refs.latent_cache.dtype, problem.latent_chunks)
 
-        def masked_logits2() -> jax.Array:
-            return masking.apply(logits2(keys), held[None, :])
+        def masked() -> jax.Array:
+            return masking.apply(logits_of(keys), held[None, :])
 
         if not problem.asynchronous:
-            tile_logits2 = masked_logits2()
+            tile = masked()
         else:
             # The branch is for Triton's choice of layouts: see mla_decode's kernel.
             whole = jnp.min(held.astype(jnp.int32)) > 0
-            tile_logits2 = lax.cond(whole, lambda: logits2(keys), masked_logits2)
-        state, weights = softmax.rescale(state, tile_logits2, 1.0)
+            tile = lax.cond(whole, lambda: logits_of(keys), masked)
+        state, weights = softmax.rescale(state, tile, 1.0)
         weights = weights.astype(keys[0].dtype)
         values = keys[:-1]  # all but the rotary chunk
         acc = tuple(acc + triton.dot(weights, chunk) for acc, chunk in zip(state.acc, values, strict=True))
@@ -144,7 +146,7 @@ def _walk_ids(query, refs: Operands, token, begin, end, problem: Problem):
 
 
 def _rows_of(
-    index: jax.Array, tables_ref: Any, token, problem: Problem
+    index: jax.Array, block_tables: Array | None, token, problem: Problem
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """For each id: (row of the pool, 0 if there is none; whether there is one; whether it is missing but should
     exist)."""
@@ -153,10 +155,11 @@ def _rows_of(
     if ids.page_size is None:
         inside, row = masking.usable_pages(index, num_rows), index
     else:
+        assert block_tables is not None
         in_table = masking.usable_pages(index, table_tokens(problem.max_pages, ids.page_size))
         position = jnp.where(in_table, index, 0)
         seq, column = token // ids.tokens_a_seq, position // ids.page_size
-        page = pages.look_up(tables_ref, seq, column, mask=in_table, other=-1)
+        page = pages.look_up(block_tables, seq, column, mask=in_table, other=-1)
         inside = masking.usable_pages(page, num_rows // ids.page_size)
         row = page * ids.page_size + position % ids.page_size
     unusable = jnp.zeros(index.shape, bool) if ids.skip_all_outside else named & ~inside

@@ -1,7 +1,6 @@
 """What the sparse MLA kernel is compiled for: query tokens in the place of sequences, ids in the place of tokens."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ from pallas_attn._call.sizes import ceil_div
 from pallas_attn._split import splits
 from pallas_attn._split.latent_problem import LatentProblem
 from pallas_attn._tile import triton
+from pallas_attn._types import Array
 from pallas_attn.ops.sparse_mla.operands import Ids
 
 
@@ -46,8 +46,8 @@ class Problem(LatentProblem):
 class FixedSplits:
     """Each token's ids in splits of `split_ids`, as many as its number of ids fills."""
 
-    def __init__(self, problem: Problem, lens_ref: Any):
-        self._problem, self._lens_ref = problem, lens_ref
+    def __init__(self, problem: Problem, topk_length: Array):
+        self._problem, self._topk_length = problem, topk_length
 
     def cut(self, which: jax.Array) -> splits.Cut:
         """A token's partial results."""
@@ -55,7 +55,7 @@ class FixedSplits:
 
     def length(self, seq) -> tuple[jax.Array, jax.Array]:
         """(as it is stored, as it is used)."""
-        stored = triton.load(self._lens_ref.at[seq])
+        stored = triton.load(self._topk_length.at[seq])
         return stored, jnp.clip(stored, 0, self._problem.topk)
 
     def count(self, length: jax.Array) -> jax.Array:
