@@ -135,8 +135,8 @@ class Consumer {
   __device__ __forceinline__ bool open() {
     ptx::mbarrier_wait(&smem_.told.full[told().stage()][0], told().full());
     const Tile& tile = smem_.tiles[told().stage()];
-    if (uniform(tile.kv_head) < 0) return false;
-    queries_ = {uniform(tile.queries.begin), uniform(tile.queries.end)};
+    if (uniform(tile.head) < 0) return false;
+    queries_ = {uniform(tile.met.begin), uniform(tile.met.end)};
     open_ = {uniform(tile.open.begin), uniform(tile.open.end)};
     left_ = (queries_.end - queries_.begin) * params_.group;
     query_ = queries_.end - 1;
@@ -159,10 +159,9 @@ class Consumer {
 
   __device__ __forceinline__ void clear_others_keys() {
     const Tile& tile = smem_.tiles[told().stage()];
-    if (__builtin_expect(
-            has_others(tile.held_keys, tile.first, Shape::kKeys, tile.key, params_.kv_len, tile.k_rank),
-            false)) {
-      clear(smem_.sK[keys_stage()], [&](int row) { return tile.holds_key(params_, tile.first + row); });
+    if (__builtin_expect(tile.has_others<Side::kKeys>(params_, tile.first, Shape::kKeys), false)) {
+      clear(smem_.sK[keys_stage()],
+            [&](int row) { return tile.holds<Side::kKeys>(params_, tile.first + row); });
     }
   }
   // Of a step's queries, or of their gradients of out.
@@ -171,8 +170,8 @@ class Consumer {
     if (is_open(query_)) return;
     const Tile& tile = smem_.tiles[told().stage()];
     const int first = query_ * kQueries;
-    if (!has_others(tile.held_queries, first, kQueries, tile.query, params_.q_len, tile.q_rank)) return;
-    clear(pieces, [&](int row) { return tile.holds_query(params_, first + row); });
+    if (!tile.has_others<Side::kQueries>(params_, first, kQueries)) return;
+    clear(pieces, [&](int row) { return tile.holds<Side::kQueries>(params_, first + row); });
   }
   // Rows that are not held: zero times NaN is NaN.
   template <typename Pieces, typename Holds>
@@ -290,8 +289,8 @@ class Consumer {
     if (is_open(query)) return;
     const Tile& tile = smem_.tiles[told().stage()];
     const int first = query * kQueries;
-    Seen(params_, tile, first, warpgroup_ * kFragmentRows, at_).mask(d);
-    if (tile.q_rank >= 0) mask_others(d, params_, tile, first, thread_ % 32, at_.in_quad);
+    Seen<Side::kKeys>(params_, tile, first, warpgroup_ * kFragmentRows, at_).mask(d);
+    if (tile.q_rank >= 0) mask_others<Side::kQueries>(d, params_, tile, first, thread_ % 32, at_.in_quad);
   }
 
   __device__ __forceinline__ const Rows<kQueries>& rows() const {
@@ -409,9 +408,9 @@ class Consumer {
                                         const float (&rdV)[accumulators(Shape::kValueDim)]) const {
     const Tile& tile = smem_.tiles[told().stage()];
     const int first = tile.first + warpgroup_ * kFragmentRows;
-    const auto has = [&](int row) { return tile.has_key(params_, first + row); };
+    const auto has = [&](int row) { return tile.has<Side::kKeys>(params_, first + row); };
     const auto place = [&](const Strides& strides) {
-      return tile.batch * strides.batch + tile.kv_head * strides.head + (tile.key + first) * strides.token;
+      return tile.batch * strides.batch + tile.head * strides.head + (tile.key + first) * strides.token;
     };
     store_rows<Element>(params_.d_key, place(params_.key_strides), params_.key_strides.token,
                         params_.head_dim, rdK, params_.scale, at_, has);
