@@ -26,15 +26,15 @@ class Loader {
     ptx::wait_for_previous_kernel();
     const TileList<Side::kKeys, Shape::kKeys, Shape::kQueries> list(params_, params_.counters,
                                                                     params_.heads_together);
-    int index = list.take(lane_), count = 0;
-    while (true) {
+    for (int count = 0;;) {
       const Place<kToldTiles> tiles = {count};
       ptx::mbarrier_wait(&smem_.told.empty[tiles.stage()][0], tiles.empty());
       Tile& tile = smem_.tiles[tiles.stage()];
+      // Not before there is room for it: tiles wait for those that others have taken before them.
+      const int index = list.take(lane_);
       if (lane_ == 0) list.find(index, tile);
       __syncwarp();
       const bool more = tile.head >= 0;
-      if (more) index = list.take(lane_);
       const bool skips = more && tile.met.begin == tile.met.end;
       if (skips) answer_unseen(tile);
       __syncwarp();  // lane 0 may write the next tile over it

@@ -22,15 +22,15 @@ class Loader {
   __device__ void work() {
     ptx::wait_for_previous_kernel();
     const TileList<Pass::kSide, kHeld, kMet> list(params_, params_.counters + counters(), 1);
-    int index = list.take(lane_);
     for (int count = 0;;) {
       const Place<kToldTiles> place = {count};
       ptx::mbarrier_wait(&smem_.told.empty[place.stage()][0], place.empty());
       Tile& tile = smem_.tiles[place.stage()];
+      // Not before there is room for it: tiles wait for those that others have taken before them.
+      const int index = list.take(lane_);
       if (lane_ == 0) list.find(index, tile);
       __syncwarp();
       const bool more = tile.head >= 0;
-      if (more) index = list.take(lane_);
       const bool skips = more && tile.met.begin == tile.met.end;
       if (skips) answer_unseen(tile);
       __syncwarp();  // lane 0 may write the next tile over it
