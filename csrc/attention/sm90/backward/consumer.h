@@ -53,9 +53,13 @@ class Consumer {
       ptx::wgmma_touch(rS);
       weigh(rS);
       mask(rS, query_);
-      bool first = true;
-      for (; left_ > 1; first = false) run<false>(rdK, rdV, rS, first);
-      run<true>(rdK, rdV, rS, first);
+      if (left_ > 1) {
+        run<true, false>(rdK, rdV, rS);
+        while (left_ > 1) run<false, false>(rdK, rdV, rS);
+        run<false, true>(rdK, rdV, rS);
+      } else {
+        run<true, true>(rdK, rdV, rS);
+      }
       store(rdK, rdV);
       release(&smem_.told.empty[told().stage()][0]);
     }
@@ -81,10 +85,9 @@ class Consumer {
   __device__ __forceinline__ int keys_stage() const { return Place<Shape::kKeyStages>{tiles_}.stage(); }
 
   // A step, whose weights are there, up to the next one's.
-  template <bool kLast>
+  template <bool kFirst, bool kLast>
   __device__ __forceinline__ void run(float (&rdK)[accumulators(Shape::kDim)],
-                                      float (&rdV)[accumulators(Shape::kValueDim)], float (&rS)[kPairs],
-                                      bool first) {
+                                      float (&rdV)[accumulators(Shape::kValueDim)], float (&rS)[kPairs]) {
     const int step = steps_, query = query_;
     float rdP[kPairs];
     uint32_t rA[kQuerySteps][4];  // weights, then gradients of scores: what meets queries
@@ -92,7 +95,7 @@ class Consumer {
     ptx::wgmma_claim(rdP);
     issue_d_weights(rdP);
     pack(rS, rA);
-    issue_d_values(rdV, rA, first);
+    issue_d_values(rdV, rA, kFirst);
     ptx::wgmma_wait<1>();
     ptx::wgmma_touch(rdP);
     if constexpr (kLast) release(&smem_.values.empty[keys_stage()][0]);
@@ -110,22 +113,28 @@ class Consumer {
     mask(rdP, query);
     pack(rdP, rA);
     write_d_scores(rA, step);
+    // That of the step before: the other warpgroup's gradients of scores are there.
     Half rdQ;
-    issue_d_queries(rdQ, step);
-    issue_d_keys(rdK, rA, step, first);
+    if constexpr (!kFirst) issue_d_queries(rdQ, step - 1);
+    issue_d_keys(rdK, rA, step, kFirst);
     if constexpr (!kLast) {
-      ptx::wgmma_wait<2>();
+      ptx::wgmma_wait<kFirst ? 1 : 2>();
       ptx::wgmma_touch(rS);
       weigh(rS);
     }
-    ptx::wgmma_wait<1>();
-    put(rdQ, step);
+    if constexpr (!kFirst) {
+      ptx::wgmma_wait<1>();
+      put(rdQ, step - 1);
+    }
     ptx::wgmma_wait<0>();
     ptx::wgmma_touch(rdK);
     ptx::wgmma_touch(rA);
     release(&smem_.queries.empty[Place<kQueryStages>{step}.stage()][0]);
     if constexpr (kLast) {
+      issue_d_queries(rdQ, step);
+      ptx::wgmma_wait<0>();
       release(&smem_.keys.empty[keys_stage()][0]);
+      put(rdQ, step);
     } else {
       mask(rS, query_);  // here registers are free
     }
