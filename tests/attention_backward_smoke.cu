@@ -1,8 +1,8 @@
 // Attention's backward kernels on a few small batches, without XLA: what the sanitizers run (make sanitize).
 //
 // The batches reach one pass and three, sums in one order and in any, a KV head's heads, windows, soft caps,
-// tiles that are partial, queries and keys that meet nothing, and documents side by side and mixed. Results are
-// compared with double precision.
+// tiles that are partial, queries and keys that meet nothing, and documents side by side and mixed. Results
+// are compared with double precision.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -40,9 +40,7 @@ struct Rows {
   double at(int token, int head, int d) const {
     return float(elements[(size_t(token) * heads + head) * dim + d]);
   }
-  Strides strides() const {
-    return {dim, int64_t{heads} * dim, static_cast<int64_t>(elements.size())};
-  }
+  Strides strides() const { return {dim, int64_t{heads} * dim, static_cast<int64_t>(elements.size())}; }
 
   int heads, dim;
   std::vector<Element> elements;
@@ -71,7 +69,8 @@ bool run(const Case& c, ElementType type, float limit) {
   const int group = c.heads / c.kv_heads;
   const float scale = 0.09f;
   std::vector<float> maximum, rest, delta;
-  std::vector<double> d_query(query.elements.size()), d_key(key.elements.size()), d_value(value.elements.size());
+  std::vector<double> d_query(query.elements.size()), d_key(key.elements.size()),
+      d_value(value.elements.size());
   for (int head = 0; head < c.heads; ++head) {
     const int kv_head = head / group;
     for (int q = 0; q < c.q_len; ++q) {

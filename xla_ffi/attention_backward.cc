@@ -28,9 +28,9 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
                               ffi::Result<ffi::AnyBuffer> d_query, ffi::Result<ffi::AnyBuffer> d_key,
                               ffi::Result<ffi::AnyBuffer> d_value, ffi::Result<ffi::AnyBuffer> counters,
                               ffi::Result<ffi::AnyBuffer> key_tiles, ffi::Result<ffi::AnyBuffer> query_tiles,
-                              ffi::Result<ffi::AnyBuffer> turns, ffi::Result<ffi::AnyBuffer> sums, bool heads_first, bool ordered, int64_t left,
-                              int64_t right, int64_t offset, int64_t heads_together, float scale,
-                              float softcap) {
+                              ffi::Result<ffi::AnyBuffer> turns, ffi::Result<ffi::AnyBuffer> sums,
+                              bool heads_first, bool ordered, int64_t left, int64_t right, int64_t offset,
+                              int64_t heads_together, float scale, float softcap) {
   ArgumentChecker check(kName);
   check.array("query", query, {-1, -1, -1, -1}, {DataType::BF16, DataType::F16});
   if (!check.ok()) return check.error();

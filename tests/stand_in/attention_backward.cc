@@ -13,7 +13,7 @@ alignas(1024) char shared_memory[stand_in::kSharedBytes];
 namespace wide {
 alignas(1024) char shared_memory[stand_in::kSharedBytes];
 }
-}
+}  // namespace pallas_attn::attention::sm90::backward
 
 namespace {
 

@@ -12,13 +12,13 @@
 #pragma once
 
 #include "attention/backward_params.h"
+#include "attention/sm90/backward/products.h"
 #include "attention/sm90/backward/seen.h"
 #include "attention/sm90/backward/smem_plan.h"
 #include "attention/sm90/backward/store.h"
-#include "common/math.h"
+#include "attention/sm90/backward/weights.h"
 #include "ptx/control.h"
 #include "ptx/mbarrier.h"
-#include "ptx/wgmma.h"
 
 namespace pallas_attn::attention::sm90::backward {
 
@@ -38,7 +38,7 @@ class Consumer {
         warpgroup_(warpgroup),
         thread_(thread),
         at_(thread),
-        factor_((capped() ? params.softcap : params.scale) * kLog2E) {}
+        weighing_(params) {}
 
   __device__ __forceinline__ void work() {
     for (; open(); ++tiles_) {
@@ -94,12 +94,12 @@ class Consumer {
     wait_for_outs();
     ptx::wgmma_claim(rdP);
     issue_d_weights(rdP);
-    pack(rS, rA);
+    pack<Element>(rS, rA);
     issue_d_values(rdV, rA, kFirst);
     ptx::wgmma_wait<1>();
     ptx::wgmma_touch(rdP);
     if constexpr (kLast) release(&smem_.values.empty[keys_stage()][0]);
-    differentiate(rS, rdP);
+    weighing_.differentiate(rS, rdP, numbers());
     release(&smem_.numbers.empty[Place<kRowStages>{step}.stage()][0]);
     advance();
     if constexpr (!kLast) {
@@ -111,7 +111,7 @@ class Consumer {
     ptx::wgmma_touch(rA);
     release(&smem_.outs.empty[Place<kOutStages>{step}.stage()][0]);
     mask(rdP, query);
-    pack(rdP, rA);
+    pack<Element>(rdP, rA);
     write_d_scores(rA, step);
     // That of the step before: the other warpgroup's gradients of scores are there.
     Half rdQ;
@@ -197,62 +197,23 @@ class Consumer {
     ptx::named_barrier_sync_unaligned(kCleared, Shape::kConsumerThreads);
   }
 
-  // Through a shuffle the compiler knows that a value is the warp's.
-  __device__ __forceinline__ static int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
-  __device__ __forceinline__ static uint64_t descriptor(const void* tile, uint32_t leading_bytes) {
-    return ptx::uniform_descriptor(ptx::wgmma_descriptor(tile, leading_bytes));
-  }
-
-  // d = rows of a times rows of b, over kDims.
-  template <int kDims, uint32_t kPieceBytesA, uint32_t kPieceBytesB, int kCount>
-  __device__ __forceinline__ static void multiply_rows(float (&d)[kCount], const void* a, const void* b) {
-    const uint64_t left = descriptor(a, 0), right = descriptor(b, 0);
-    ptx::wgmma_touch(d);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kDims / kStepDims; ++step) {
-      const uint32_t piece = step / kStepsPerPiece, within = step % kStepsPerPiece * kStepDims * 2;
-      const uint64_t step_left = ptx::advance_descriptor(left, piece * kPieceBytesA + within);
-      const uint64_t step_right = ptx::advance_descriptor(right, piece * kPieceBytesB + within);
-      ptx::wgmma_k16<Element, ptx::kKMajor>(d, step_left, step_right, step > 0);
-    }
-    ptx::wgmma_commit();
-  }
-
-  // d += a times b, over queries.
-  template <int kCount>
-  __device__ __forceinline__ static void add_product(float (&d)[kCount], uint32_t (&a)[kQuerySteps][4],
-                                                     const void* b, bool first) {
-    const uint64_t right = descriptor(b, kQueryPieceBytes);
-    ptx::wgmma_touch(d);
-    ptx::wgmma_touch(a);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kQuerySteps; ++step) {
-      const auto& weights = static_cast<const uint32_t (&)[4]>(a[step]);
-      const uint64_t step_right = ptx::advance_descriptor(right, step * kStepRowBytes);
-      ptx::wgmma_k16<Element, ptx::kMNMajor>(d, weights, step_right, !first || step > 0);
-    }
-    ptx::wgmma_commit();
-  }
-
   __device__ __forceinline__ void issue_scores(float (&rS)[kPairs]) {
-    multiply_rows<Shape::kDim, kKeyPieceBytes, kQueryPieceBytes>(
+    multiply_rows<Element, Shape::kDim, kKeyPieceBytes, kQueryPieceBytes>(
         rS, smem_.sK[keys_stage()][0][warpgroup_ * kFragmentRows],
         smem_.sQ[Place<kQueryStages>{steps_}.stage()][0]);
   }
   __device__ __forceinline__ void issue_d_weights(float (&rdP)[kPairs]) {
-    multiply_rows<Shape::kValueDim, kKeyPieceBytes, kQueryPieceBytes>(
+    multiply_rows<Element, Shape::kValueDim, kKeyPieceBytes, kQueryPieceBytes>(
         rdP, smem_.sV[keys_stage()][0][warpgroup_ * kFragmentRows],
         smem_.sdO[Place<kOutStages>{steps_}.stage()][0]);
   }
   __device__ __forceinline__ void issue_d_values(float (&rdV)[accumulators(Shape::kValueDim)],
                                                  uint32_t (&rP)[kQuerySteps][4], bool first) {
-    add_product(rdV, rP, smem_.sdO[Place<kOutStages>{steps_}.stage()][0], first);
+    add_product<Element, kQueryPieceBytes>(rdV, rP, smem_.sdO[Place<kOutStages>{steps_}.stage()][0], first);
   }
   __device__ __forceinline__ void issue_d_keys(float (&rdK)[accumulators(Shape::kDim)],
                                                uint32_t (&rdS)[kQuerySteps][4], int step, bool first) {
-    add_product(rdK, rdS, smem_.sQ[Place<kQueryStages>{step}.stage()][0], first);
+    add_product<Element, kQueryPieceBytes>(rdK, rdS, smem_.sQ[Place<kQueryStages>{step}.stage()][0], first);
   }
 
   // The warpgroup's columns of a step's gradient of queries; and sums of what is multiplied with keys.
@@ -302,69 +263,12 @@ class Consumer {
     if (tile.q_rank >= 0) mask_others<Side::kQueries>(d, params_, tile, first, thread_ % 32, at_.in_quad);
   }
 
-  __device__ __forceinline__ const Rows<kQueries>& rows() const {
-    return smem_.rows[Place<kRowStages>{steps_}.stage()];
+  __device__ __forceinline__ OfColumns<kQueries> numbers() const {
+    return {smem_.rows[Place<kRowStages>{steps_}.stage()], at_};
   }
-  // Maximum and rest of the columns of registers r to r + 3, as they lie.
-  __device__ __forceinline__ float4 lse_of(int r) const {
-    return *reinterpret_cast<const float4*>(rows().lse[r + at_.in_quad]);
-  }
-
-  // Weights of the step's scores.
   __device__ __forceinline__ void weigh(float (&rS)[kPairs]) {
     wait_until_full(smem_.numbers, steps_);
-    if (capped()) cap(rS, 2.0f * kLog2E * params_.scale / params_.softcap);
-#pragma unroll
-    for (int r = 0; r < kPairs; r += 4) {
-      const float4 lse = lse_of(r);
-#pragma unroll
-      for (int j = r; j < r + 4; j += 2) {
-        rS[j] = exp2_fast(fmaf(factor_, rS[j] - lse.x, -lse.z));
-        rS[j + 1] = exp2_fast(fmaf(factor_, rS[j + 1] - lse.y, -lse.w));
-      }
-    }
-  }
-
-  // Of gradients of the step's weights, those of its scores.
-  __device__ __forceinline__ void differentiate(const float (&rS)[kPairs], float (&rdP)[kPairs]) const {
-#pragma unroll
-    for (int r = 0; r < kPairs; r += 8) {
-      const auto d = *reinterpret_cast<const float4*>(rows().delta[r / 2 + at_.in_quad]);
-#pragma unroll
-      for (int j = r; j < r + 8; j += 2) {
-        rdP[j] = rS[j] * (rdP[j] - (j < r + 4 ? d.x : d.z));
-        rdP[j + 1] = rS[j + 1] * (rdP[j + 1] - (j < r + 4 ? d.y : d.w));
-      }
-    }
-    if (capped()) bend(rS, rdP);
-  }
-
-  __device__ __forceinline__ bool capped() const { return params_.softcap > 0.0f; }
-  // Scores become the hyperbolic tangent of what the soft cap makes of them, by exponentials: the hardware's
-  // is exact to 2^-11 only. `twice2` makes twice the argument, base 2.
-  __device__ __forceinline__ static void cap(float (&rS)[kPairs], float twice2) {
-#pragma unroll
-    for (float& x : rS) x = 1.0f - __fdividef(2.0f, exp2_fast(fminf(x * twice2, 126.0f)) + 1.0f);
-  }
-  // Gradients of capped scores become those of scores: times one less the square of what was capped, which is
-  // found again from its weight.
-  __device__ __forceinline__ void bend(const float (&rS)[kPairs], float (&rdP)[kPairs]) const {
-    const float inverse = 1.0f / factor_;
-#pragma unroll
-    for (int r = 0; r < kPairs; ++r) {
-      const float4 lse = lse_of(r / 4 * 4);
-      const float maximum = r % 2 ? lse.y : lse.x, rest = r % 2 ? lse.w : lse.z;
-      const float capped = fmaf(log2_fast(rS[r]) + rest, inverse, maximum);
-      rdP[r] = rS[r] == 0.0f ? 0.0f : rdP[r] * fmaf(-capped, capped, 1.0f);
-    }
-  }
-
-  __device__ __forceinline__ static void pack(const float (&d)[kPairs], uint32_t (&packed)[kQuerySteps][4]) {
-#pragma unroll
-    for (int step = 0; step < kQuerySteps; ++step) {
-      constexpr float kOne[kRowsPerThread] = {1.0f, 1.0f};
-      pack_step<Element>(d, step, kOne, packed[step]);
-    }
+    weighing_.weigh(rS, numbers());
   }
 
   // Transposed to [queries, keys]: lane l addresses what becomes row l % 8 of matrix l / 8; matrices 0 and 1
@@ -437,7 +341,7 @@ class Consumer {
   const int warpgroup_;
   const int thread_;
   const FragmentPosition at_;
-  const float factor_;
+  const Weighing weighing_;
 
   int tiles_ = 0, steps_ = 0;  // opened before this one; of all tiles, before the one whose weights come next
   // The tile's query tiles, those in which all pairs count, and the step's; steps that are left with it.

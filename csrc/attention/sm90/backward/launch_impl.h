@@ -20,8 +20,7 @@ LaunchStatus launch_instance(const BackwardParams& params, cudaStream_t stream) 
                        "zeroing sums");
   }
   if (!status.ok()) return status;
-  const int64_t tiles =
-      most_tiles(params, params.k_spans, params.kv_len, Shape::kKeys) * params.num_kv_heads;
+  const int64_t tiles = most_tiles(params, params.k_spans, params.kv_len, Shape::kKeys) * params.num_kv_heads;
   status = launch_grid<SmemPlan<Shape>>(backward_kernel<Element, Shape>, params, maps, tiles, Shape::kThreads,
                                         stream);
   if (!status.ok()) return status;

@@ -66,9 +66,7 @@ class TileList {
   }
 
  private:
-  __device__ int heads() const {
-    return kSide == Side::kKeys ? params_.num_kv_heads : params_.num_heads;
-  }
+  __device__ int heads() const { return kSide == Side::kKeys ? params_.num_kv_heads : params_.num_heads; }
 
   const BackwardParams& params_;
   BackwardCounters* const counters_;

@@ -48,8 +48,8 @@ struct Band {
   }
 };
 
-// A tile that a CTA holds, as its roles are told of it: of keys, that meets tiles of queries, or the other way
-// round. Queries and keys are counted from the sequence's first.
+// A tile that a CTA holds, as its roles are told of it: of keys, that meets tiles of queries, or the other
+// way round. Queries and keys are counted from the sequence's first.
 struct Tile {
   int batch;
   int head;            // of the side that is held; negative: there are no more tiles

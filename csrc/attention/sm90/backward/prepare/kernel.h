@@ -1,6 +1,6 @@
-// The tiles of all sequences in the order in which they are taken: those of long sequences first, a sequence's
-// side by side; its first keys first, and its last queries. A CTA for each list; where sums are added in
-// memory, others zero the turns.
+// The tiles of all sequences in the order in which they are taken: those of long sequences first, a
+// sequence's side by side; its first keys first, and its last queries. A CTA for each list; where sums are
+// added in memory, others zero the turns.
 #pragma once
 
 #include "attention/sm90/backward/document.h"

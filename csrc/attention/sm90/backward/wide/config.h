@@ -56,7 +56,6 @@ struct PassOf {
   static constexpr int kQkStages = 2, kVoStages = kDifferentiates ? 1 : 2;
 };
 
-
 // visit(Pass{}) for each, in the order in which they run: those that take longest first.
 template <typename Shape, typename Visit>
 void each_pass(Visit visit) {

@@ -8,13 +8,13 @@
 #pragma once
 
 #include "attention/backward_params.h"
+#include "attention/sm90/backward/products.h"
 #include "attention/sm90/backward/seen.h"
 #include "attention/sm90/backward/store.h"
-#include "attention/sm90/backward/wide/numbers.h"
-#include "common/math.h"
+#include "attention/sm90/backward/weights.h"
+#include "attention/sm90/backward/wide/smem_plan.h"
 #include "ptx/control.h"
 #include "ptx/mbarrier.h"
-#include "ptx/wgmma.h"
 
 namespace pallas_attn::attention::sm90::backward::wide {
 
@@ -35,7 +35,7 @@ class Consumer {
         warpgroup_(warpgroup),
         thread_(thread),
         at_(thread),
-        factor_((capped() ? params.softcap : params.scale) * kLog2E) {}
+        weighing_(params) {}
 
   __device__ __forceinline__ void work() {
     for (; open(); ++tiles_) {
@@ -80,7 +80,6 @@ class Consumer {
   static constexpr int kPairs = accumulators(kMet);
   static constexpr int kSteps = kMet / kStepDims;
   static constexpr uint32_t kHeldPieceBytes = kHeld * kRowBytes, kMetPieceBytes = kMet * kRowBytes;
-  static constexpr uint32_t kStepRowBytes = kStepDims * kRowBytes;
 
   __device__ __forceinline__ Place<kToldTiles> told() const { return {tiles_}; }
   __device__ __forceinline__ const Tile& tile() const { return smem_.tiles[told().stage()]; }
@@ -117,11 +116,13 @@ class Consumer {
     wait_until_full(smem_.qk_met, steps_);
     if constexpr (Pass::kDifferentiates) clear_others(smem_.met_qk[qk]);
     ptx::wgmma_claim(rS);
-    multiply_rows<Dims::kDim>(rS, smem_.held_qk[0][row], smem_.met_qk[qk][0]);
+    multiply_rows<Element, Dims::kDim, kHeldPieceBytes, kMetPieceBytes>(rS, smem_.held_qk[0][row],
+                                                                        smem_.met_qk[qk][0]);
     if constexpr (Pass::kDifferentiates) {
       wait_until_full(smem_.vo_met, steps_);
       ptx::wgmma_claim(rdP);
-      multiply_rows<Dims::kValueDim>(rdP, smem_.held_vo[0][row], smem_.met_vo[vo][0]);
+      multiply_rows<Element, Dims::kValueDim, kHeldPieceBytes, kMetPieceBytes>(rdP, smem_.held_vo[0][row],
+                                                                               smem_.met_vo[vo][0]);
     }
   }
   // From them to the left operand of the step's gradient.
@@ -134,18 +135,18 @@ class Consumer {
     if constexpr (!Pass::kDifferentiates) {
       release(&smem_.qk_met.empty[Place<Pass::kQkStages>{steps_}.stage()][0]);
     }
-    weigh(rS, numbers);
+    weighing_.weigh(rS, numbers);
     if constexpr (Pass::kDifferentiates) {
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(rdP);
       release(&smem_.vo_met.empty[Place<Pass::kVoStages>{steps_}.stage()][0]);
-      differentiate(rS, rdP, numbers);
+      weighing_.differentiate(rS, rdP, numbers);
       mask(rdP);
-      pack(rdP, rA);
+      pack<Element>(rdP, rA);
       if constexpr (Pass::kHoldsQueries) count(rA);
     } else {
       mask(rS);
-      pack(rS, rA);
+      pack<Element>(rS, rA);
     }
     if constexpr (!Pass::kHoldsQueries) {
       release(&smem_.numbers.empty[Place<Plan::kRowStages>{steps_}.stage()][0]);
@@ -154,12 +155,13 @@ class Consumer {
   __device__ __forceinline__ void issue_gradient(float (&rD)[accumulators(Pass::kOut)],
                                                  uint32_t (&rA)[kSteps][4], bool first) {
     if constexpr (Pass::kDifferentiates) {
-      add_product(rD, rA, smem_.met_qk[Place<Pass::kQkStages>{steps_}.stage()][0], first);
+      add_product<Element, kMetPieceBytes>(rD, rA, smem_.met_qk[Place<Pass::kQkStages>{steps_}.stage()][0],
+                                           first);
     } else {
       const int stage = Place<Pass::kVoStages>{steps_}.stage();
       wait_until_full(smem_.vo_met, steps_);
       clear_others(smem_.met_vo[stage]);
-      add_product(rD, rA, smem_.met_vo[stage][0], first);
+      add_product<Element, kMetPieceBytes>(rD, rA, smem_.met_vo[stage][0], first);
     }
   }
 
@@ -181,45 +183,6 @@ class Consumer {
     ptx::named_barrier_sync_unaligned(kCleared, kConsumerThreads);
   }
 
-  // Through a shuffle the compiler knows that a value is the warp's.
-  __device__ __forceinline__ static int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
-  __device__ __forceinline__ static uint64_t descriptor(const void* tile, uint32_t leading_bytes) {
-    return ptx::uniform_descriptor(ptx::wgmma_descriptor(tile, leading_bytes));
-  }
-
-  // d = held rows times met rows, over kDims.
-  template <int kDims>
-  __device__ __forceinline__ static void multiply_rows(float (&d)[kPairs], const void* held,
-                                                       const void* met) {
-    const uint64_t left = descriptor(held, 0), right = descriptor(met, 0);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kDims / kStepDims; ++step) {
-      const uint32_t piece = step / kStepsPerPiece, within = step % kStepsPerPiece * kStepDims * 2;
-      const uint64_t step_left = ptx::advance_descriptor(left, piece * kHeldPieceBytes + within);
-      const uint64_t step_right = ptx::advance_descriptor(right, piece * kMetPieceBytes + within);
-      ptx::wgmma_k16<Element, ptx::kKMajor>(d, step_left, step_right, step > 0);
-    }
-    ptx::wgmma_commit();
-  }
-
-  // d += a times met rows, over those.
-  template <int kCount>
-  __device__ __forceinline__ static void add_product(float (&d)[kCount], uint32_t (&a)[kSteps][4],
-                                                     const void* met, bool first) {
-    const uint64_t right = descriptor(met, kMetPieceBytes);
-    ptx::wgmma_touch(d);
-    ptx::wgmma_touch(a);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const auto& weights = static_cast<const uint32_t (&)[4]>(a[step]);
-      const uint64_t step_right = ptx::advance_descriptor(right, step * kStepRowBytes);
-      ptx::wgmma_k16<Element, ptx::kMNMajor>(d, weights, step_right, !first || step > 0);
-    }
-    ptx::wgmma_commit();
-  }
-
   __device__ __forceinline__ bool is_open() const {
     return __builtin_expect(at_met_ >= open_.begin && at_met_ < open_.end, true);
   }
@@ -238,72 +201,10 @@ class Consumer {
     if constexpr (Pass::kHoldsQueries) {
       return OfRows(smem_.rows[0], warpgroup_ * kFragmentRows, at_);
     } else {
-      return OfColumns(smem_.rows[Place<Plan::kRowStages>{steps_}.stage()], at_);
+      return OfColumns<kMet>(smem_.rows[Place<Plan::kRowStages>{steps_}.stage()], at_);
     }
   }
 
-  // Weights of the step's scores.
-  template <typename Numbers>
-  __device__ __forceinline__ void weigh(float (&rS)[kPairs], const Numbers& numbers) const {
-    if (capped()) cap(rS, 2.0f * kLog2E * params_.scale / params_.softcap);
-#pragma unroll
-    for (int r = 0; r < kPairs; r += 4) {
-      float maximum[2], rest[2];
-      numbers.lse(r, maximum, rest);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int i = Numbers::which(j);
-        rS[r + j] = exp2_fast(fmaf(factor_, rS[r + j] - maximum[i], -rest[i]));
-      }
-    }
-  }
-  // Of gradients of the step's weights, those of its scores.
-  template <typename Numbers>
-  __device__ __forceinline__ void differentiate(const float (&rS)[kPairs], float (&rdP)[kPairs],
-                                                const Numbers& numbers) const {
-#pragma unroll
-    for (int r = 0; r < kPairs; r += 4) {
-      float delta[2];
-      numbers.delta(r, delta);
-#pragma unroll
-      for (int j = r; j < r + 4; ++j) rdP[j] = rS[j] * (rdP[j] - delta[Numbers::which(j)]);
-    }
-    if (capped()) bend(rS, rdP, numbers);
-  }
-
-  __device__ __forceinline__ bool capped() const { return params_.softcap > 0.0f; }
-  // Scores become the hyperbolic tangent of what the soft cap makes of them, by exponentials: the hardware's
-  // is exact to 2^-11 only. `twice2` makes twice the argument, base 2.
-  __device__ __forceinline__ static void cap(float (&rS)[kPairs], float twice2) {
-#pragma unroll
-    for (float& x : rS) x = 1.0f - __fdividef(2.0f, exp2_fast(fminf(x * twice2, 126.0f)) + 1.0f);
-  }
-  // Gradients of capped scores become those of scores: times one less the square of what was capped, which is
-  // found again from its weight.
-  template <typename Numbers>
-  __device__ __forceinline__ void bend(const float (&rS)[kPairs], float (&rdP)[kPairs],
-                                       const Numbers& numbers) const {
-    const float inverse = 1.0f / factor_;
-#pragma unroll
-    for (int r = 0; r < kPairs; r += 4) {
-      float maximum[2], rest[2];
-      numbers.lse(r, maximum, rest);
-#pragma unroll
-      for (int j = r; j < r + 4; ++j) {
-        const int i = Numbers::which(j);
-        const float capped = fmaf(log2_fast(rS[j]) + rest[i], inverse, maximum[i]);
-        rdP[j] = rS[j] == 0.0f ? 0.0f : rdP[j] * fmaf(-capped, capped, 1.0f);
-      }
-    }
-  }
-
-  __device__ __forceinline__ static void pack(const float (&d)[kPairs], uint32_t (&packed)[kSteps][4]) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      constexpr float kOne[kRowsPerThread] = {1.0f, 1.0f};
-      pack_step<Element>(d, step, kOne, packed[step]);
-    }
-  }
   // Sums over keys of what is multiplied with them.
   __device__ __forceinline__ void count(const uint32_t (&packed)[kSteps][4]) {
 #pragma unroll
@@ -340,7 +241,7 @@ class Consumer {
   // What rounding made of the sum over keys of gradients of scores, times what keys have in common
   // (pallas_attn/_tile/weights.py). Not of capped scores, whose sum is not known.
   __device__ __forceinline__ void take_back(float (&rD)[accumulators(Pass::kOut)], int first) const {
-    if (capped()) return;
+    if (weighing_.capped()) return;
     const int64_t head = (int64_t{tile().batch} * params_.num_heads + tile().head) * params_.q_len;
     float excess[kRowsPerThread];
 #pragma unroll
@@ -371,7 +272,7 @@ class Consumer {
   const int warpgroup_;
   const int thread_;
   const FragmentPosition at_;
-  const float factor_;
+  const Weighing weighing_;
 
   int tiles_ = 0, steps_ = 0;  // opened before this one; of all tiles, before the one whose scores come next
   // The held tile's met tiles, those in which all pairs count, and the step's; steps that are left with it.

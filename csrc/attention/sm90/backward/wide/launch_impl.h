@@ -19,8 +19,8 @@ LaunchStatus launch_instance(const BackwardParams& params, cudaStream_t stream) 
     const int64_t tiles =
         Pass::kHoldsQueries ? most_tiles(params, params.q_spans, params.q_len, kHeld) * params.num_heads
                             : most_tiles(params, params.k_spans, params.kv_len, kHeld) * params.num_kv_heads;
-    status = launch_grid<SmemPlan<Pass>>(backward_kernel<Element, Pass>, params, maps, tiles, kThreads,
-                                         stream);
+    status =
+        launch_grid<SmemPlan<Pass>>(backward_kernel<Element, Pass>, params, maps, tiles, kThreads, stream);
   });
   return status;
 }

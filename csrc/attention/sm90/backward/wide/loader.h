@@ -84,17 +84,15 @@ class Loader {
   template <typename Buffers, typename At, typename Pieces>
   __device__ __forceinline__ void load_met(Buffers& ring, const At& at, Pieces& pieces,
                                            const CUtensorMap& map, const Tile& tile, const Step& step) {
-    const int head =
-        Pass::kHoldsQueries ? tile.head / params_.group : tile.head * params_.group + step.head;
+    const int head = Pass::kHoldsQueries ? tile.head / params_.group : tile.head * params_.group + step.head;
     fetch(ring, at, pieces, map, head, (Pass::kHoldsQueries ? tile.key : tile.query) + step.query * kMet,
           tile.batch);
   }
 
   // Boxes are 64 rows.
   template <typename Buffers, typename At, int kPieces, int kRows>
-  __device__ __forceinline__ void fetch(Buffers& ring, const At& at,
-                                        SwizzledPiece<kRows> (&pieces)[kPieces], const CUtensorMap& map,
-                                        int head, int token, int batch) {
+  __device__ __forceinline__ void fetch(Buffers& ring, const At& at, SwizzledPiece<kRows> (&pieces)[kPieces],
+                                        const CUtensorMap& map, int head, int token, int batch) {
     ptx::mbarrier_wait(&ring.empty[at.stage()][0], at.empty());
     uint64_t* full = &ring.full[at.stage()][0];
     ptx::mbarrier_arrive_expect_bytes(full, sizeof(pieces));
