@@ -157,23 +157,19 @@ bool run(const Case& c, ElementType type, float limit) {
   check(sm90::backward::launch_backward(params, stream));
   check(cudaStreamSynchronize(stream), "running");
 
-  bool right = true;
-  double worst = 0;
+  Verdict verdict = {limit};
   const auto compare = [&](const Element* found, const std::vector<double>& exact) {
     const auto got = on_host(found, exact.size());
     double apart = 0, size = 0;
     for (size_t i = 0; i < exact.size(); ++i) {
       apart += (float(got[i]) - exact[i]) * (float(got[i]) - exact[i]), size += exact[i] * exact[i];
     }
-    const double error = std::sqrt(apart / size);
-    worst = std::max(worst, error);
-    right &= error < limit;  // false of NaN
+    verdict.add(std::sqrt(apart / size));
   };
   compare(to_query, d_query);
   compare(to_key, d_key);
   compare(to_value, d_value);
-  std::printf("%s: %s, worst error %.1e\n", c.name, right ? "right" : "WRONG", worst);
-  return right;
+  return verdict.tell(c.name);
 }
 
 }  // namespace
