@@ -81,12 +81,12 @@ sanitize: .venv/.demo ## the CUDA kernels under compute-sanitizer; needs an sm_9
 	cmake --build build/sanitize --target smoke
 	build/sanitize/mla_smoke --few-multiprocessors
 	for tool in memcheck synccheck initcheck; do echo "== $$tool"; \
-		for program in mla_smoke sparse_smoke blocksparse_smoke attention_smoke; do \
+		for program in mla_smoke sparse_smoke blocksparse_smoke attention_smoke attention_backward_smoke; do \
 			compute-sanitizer --tool $$tool --error-exitcode 1 --report-api-errors no build/sanitize/$$program || exit 1; \
 		done; done
 	@echo "== racecheck of the schedule kernel"
 	compute-sanitizer --tool racecheck --error-exitcode 1 build/sanitize/mla_smoke --schedules
-	for program in racecheck_control mla_smoke; do echo "== racecheck of $$program"; \
+	for program in racecheck_control mla_smoke attention_backward_smoke; do echo "== racecheck of $$program"; \
 		compute-sanitizer --tool racecheck build/sanitize/$$program; done
 
 lint: environment ## ruff, pyright, import-linter, clang-format

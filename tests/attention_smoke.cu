@@ -184,12 +184,7 @@ bool run(const Case& c, ElementType type, float tolerance) {
     }
   }
 
-  double worst = 0;
-  bool right = true;
-  const auto differ = [&](double error) {
-    worst = std::max(worst, error);
-    right &= error < tolerance;  // false for NaN
-  };
+  Verdict verdict = {tolerance};
   for (int token = 0; token < tokens; ++token) {
     const int seq = static_cast<int>(std::upper_bound(cu_q.begin(), cu_q.end(), token) - cu_q.begin()) - 1;
     const bool padding = seq >= num_seqs;
@@ -210,17 +205,16 @@ bool run(const Case& c, ElementType type, float tolerance) {
         for (int d = 0; d < c.dim; ++d) sums[d] += weight * scale * value.all[first + d];
       }
       if (sum == 0) {
-        right &= lse[at] == -INFINITY;
+        verdict.expect(lse[at] == -INFINITY);
       } else {
-        differ(std::abs(lse[at] - std::log(sum)));
+        verdict.add(std::abs(lse[at] - std::log(sum)));
       }
       for (int d = 0; d < c.dim; ++d) {
-        differ(std::abs(float(got[at * c.dim + d]) - (sum == 0 ? 0 : sums[d] / sum)));
+        verdict.add(std::abs(float(got[at * c.dim + d]) - (sum == 0 ? 0 : sums[d] / sum)));
       }
     }
   }
-  std::printf("%s: %s, worst error %.1e\n", c.name, right ? "right" : "WRONG", worst);
-  return right;
+  return verdict.tell(c.name);
 }
 
 }  // namespace

@@ -179,12 +179,7 @@ bool run(const Case& c, ElementType type, float tolerance, bool by_lists) {
     got_lse.push_back(lse.y == -INFINITY ? lse.y : lse.x * params.scale + lse.y * kLn2);
   }
 
-  double worst = 0;
-  bool right = true;
-  const auto differ = [&](double error) {
-    worst = std::max(worst, error);
-    right &= error < tolerance;  // false for NaN
-  };
+  Verdict verdict = {tolerance};
   for (int token = 0; token < tokens; ++token) {
     const int seq = static_cast<int>(std::upper_bound(cu_q.begin(), cu_q.end(), token) - cu_q.begin()) - 1;
     const bool padding = seq >= params.num_seqs;
@@ -197,7 +192,7 @@ bool run(const Case& c, ElementType type, float tolerance, bool by_lists) {
       const size_t at = size_t(token) * c.heads + head;
       const int row = position < 0 ? -1 : position >> c.q_block_shift;
       if (bad_length || (row >= 0 && head == 0 && row == c.bad_row && !listed[row].empty())) {
-        right &= std::isnan(float(got[at * kDim])) && std::isnan(got_lse[at]);
+        verdict.expect(std::isnan(float(got[at * kDim])) && std::isnan(got_lse[at]));
         continue;
       }
       double sum = 0, sums[kDim] = {};
@@ -213,18 +208,16 @@ bool run(const Case& c, ElementType type, float tolerance, bool by_lists) {
         }
       }
       if (sum == 0) {
-        right &= got_lse[at] == -INFINITY;
+        verdict.expect(got_lse[at] == -INFINITY);
       } else {
-        differ(std::abs(got_lse[at] - std::log(sum)));
+        verdict.add(std::abs(got_lse[at] - std::log(sum)));
       }
       for (int d = 0; d < kDim; ++d) {
-        differ(std::abs(float(got[at * kDim + d]) - (sum == 0 ? 0 : sums[d] / sum)));
+        verdict.add(std::abs(float(got[at * kDim + d]) - (sum == 0 ? 0 : sums[d] / sum)));
       }
     }
   }
-  std::printf("%s%s: %s, worst error %.1e\n", c.name, by_lists ? ", by lists" : "", right ? "right" : "WRONG",
-              worst);
-  return right;
+  return verdict.tell(std::string(c.name) + (by_lists ? ", by lists" : ""));
 }
 
 }  // namespace

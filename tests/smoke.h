@@ -3,8 +3,10 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <string>
 #include <vector>
 
 #include "common/status.h"
@@ -58,5 +60,22 @@ cudaStream_t stream_on_all_multiprocessors() {
   check(cudaStreamCreate(&stream), "creating a stream");
   return stream;
 }
+
+// How far results are from what is right, and whether all are within `limit` of it.
+struct Verdict {
+  float limit;
+  double worst = 0;
+  bool right = true;
+
+  void add(double error) {
+    worst = std::max(worst, error);
+    right &= error < limit;  // false of NaN
+  }
+  void expect(bool so) { right &= so; }
+  bool tell(const std::string& name) const {
+    std::printf("%s: %s, worst error %.1e\n", name.c_str(), right ? "right" : "WRONG", worst);
+    return right;
+  }
+};
 
 }  // namespace

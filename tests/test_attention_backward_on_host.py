@@ -40,7 +40,7 @@ class Case:
     shift: float = 0.0
     softcap: float = 0.0
     documents: str = ""
-    """Ids of queries and keys: each of "packed" or "mixed"."""
+    """Ids of queries and keys: each of "packed", "mixed" or "around"."""
     ordered: bool = True
     seed: int = 0
 
@@ -74,7 +74,11 @@ def _dtype(case: Case) -> np.dtype:
 
 
 def ids(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """Of queries and of keys [batch, tokens]. Some have queries alone, some keys alone."""
+    """Of queries and of keys [batch, tokens]. Some have queries alone, some keys alone; or one is around another."""
+    if case.documents == "around":
+        q, k = (np.tile(np.abs(np.arange(n) - n / 2) < n / 2 - 9, (case.batch, 1)) * 1
+                for n in (case.q_len, case.kv_len))  # fmt: skip
+        return q, k
     rng = np.random.default_rng(7)
     q = np.sort(rng.integers(0, 5, (case.batch, case.q_len)), axis=1)
     k = q if case.q_len == case.kv_len else np.sort(rng.integers(1, 7, (case.batch, case.kv_len)), axis=1)
@@ -175,6 +179,11 @@ def check(case: Case, found, right, most: float) -> None:
         Case(300, 300, right=0, documents="packed", ctas=3),
         Case(170, 200, batch=2, heads=2, kv_heads=1, documents="packed", dtype="float16", together=1),
         Case(140, 150, left=60, right=60, documents="mixed", heads_first=True),
+        Case(150, 260, heads=2, kv_heads=1, head_dim=192, value_dim=128, right=0, offset=110, ctas=3),
+        Case(140, 140, head_dim=256, right=0, softcap=1.5, dtype="float16"),
+        Case(70, 200, head_dim=136, value_dim=256, left=5, right=60, heads_first=True),
+        Case(270, 300, documents="around", right=0, ctas=3),
+        Case(70, 130, head_dim=192, value_dim=40, documents="mixed"),
     ],
     ids=str,
 )
@@ -189,6 +198,7 @@ def test_gradients(program, case):
     [
         Case(300, 300, right=0, documents="packed"),
         Case(130, 150, documents="mixed", dtype="float16"),
+        Case(70, 70, head_dim=136, documents="packed"),
     ],
     ids=str,
 )
@@ -218,16 +228,18 @@ def test_the_order_of_sums_is_one(program):
             np.testing.assert_array_equal(x, y)
 
 
-def test_what_keys_share_is_taken_back(program):
-    case = Case(200, 200, right=0, shift=8.0)
+@pytest.mark.parametrize("dim", [64, 192])
+def test_what_keys_share_is_taken_back(program, dim):
+    case = Case(200, 200, right=0, shift=8.0, head_dim=dim)
     arrays = drawn(case)
     right, rows = exact(case, *arrays)
     check(case, run(program, case, arrays, rows), right, 8e-3)
 
 
-def test_what_is_not_seen_may_hold_anything(program):
+@pytest.mark.parametrize("dim", [64, 136])
+def test_what_is_not_seen_may_hold_anything(program, dim):
     """Queries that see no key, and keys that no query sees."""
-    case = Case(200, 140, left=5, right=0, offset=-40)
+    case = Case(200, 140, left=5, right=0, offset=-40, head_dim=dim)
     arrays = drawn(case)
     right, rows = exact(case, *arrays)
     pairs = seen(case)[0, 0]

@@ -22,6 +22,8 @@ OWN = [  # query heads, KV heads, dim, dtype, options
     (2, 1, 64, "float16", {"softcap": 3.0, "q_offset": -40, "causal": True}),
     (4, 1, 128, "bfloat16", {"causal": True, "segments": 9}),
     (2, 2, 96, "bfloat16", {"causal": True}),
+    (4, 2, (192, 128), "bfloat16", {"causal": True}),
+    (2, 1, 256, "float16", {"sliding_window": (99, 9), "segments": 3}),
 ]
 
 
@@ -33,13 +35,13 @@ def test_its_own_gradients(case):
     options, tokens, rng = dict(options), 700, np.random.default_rng(0)
     if count := options.pop("segments", None):
         options["segment_ids"] = jnp.asarray(np.sort(rng.integers(0, count, (2, tokens)), axis=1), jnp.int32)
-    shape = (
-        (lambda n: (2, n, tokens, dim))
-        if options.get("layout") == "BNTH"
-        else (lambda n: (2, tokens, n, dim))
-    )
+    dim, value_dim = dim if isinstance(dim, tuple) else (dim, dim)
+    heads_first = options.get("layout") == "BNTH"
     floats = [
-        jnp.asarray(rng.standard_normal(shape(n)), jnp.dtype(dtype)) for n in (heads, kv_heads, kv_heads)
+        jnp.asarray(
+            rng.standard_normal((2, n, tokens, d) if heads_first else (2, tokens, n, d)), jnp.dtype(dtype)
+        )
+        for n, d in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))
     ]
     floats.append(jnp.asarray(rng.standard_normal(heads), jnp.float32))
 

@@ -1,7 +1,6 @@
 // FFI handler of attention's backward pass for sm_90: unpack, check, fill the parameters, launch.
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <vector>
 
 #include "attention/backward_params.h"
@@ -28,10 +27,10 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
                               ffi::AnyBuffer k_ranks, ffi::AnyBuffer num_seqs,
                               ffi::Result<ffi::AnyBuffer> d_query, ffi::Result<ffi::AnyBuffer> d_key,
                               ffi::Result<ffi::AnyBuffer> d_value, ffi::Result<ffi::AnyBuffer> counters,
-                              ffi::Result<ffi::AnyBuffer> tiles, ffi::Result<ffi::AnyBuffer> turns,
-                              ffi::Result<ffi::AnyBuffer> sums, bool heads_first, bool ordered, int64_t left,
-                              int64_t right, int64_t offset, int64_t heads_together, float scale,
-                              float softcap) {
+                              ffi::Result<ffi::AnyBuffer> key_tiles, ffi::Result<ffi::AnyBuffer> query_tiles,
+                              ffi::Result<ffi::AnyBuffer> turns, ffi::Result<ffi::AnyBuffer> sums,
+                              bool heads_first, bool ordered, int64_t left, int64_t right, int64_t offset,
+                              int64_t heads_together, float scale, float softcap) {
   ArgumentChecker check(kName);
   check.array("query", query, {-1, -1, -1, -1}, {DataType::BF16, DataType::F16});
   if (!check.ok()) return check.error();
@@ -65,9 +64,9 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
     check.require(dim > 0 && dim % 8 == 0, name, "heads of a multiple of 8 elements", std::to_string(dim));
   }
   if (!check.ok()) return check.error();
-  const auto sizes =
-      attention::sm90::backward::tile_sizes(static_cast<int>(queries.dim), static_cast<int>(values.dim));
-  check.require(sizes.queries > 0, "query", "heads of a size there is a kernel for",
+  const auto needs =
+      attention::sm90::backward::needs_of(static_cast<int>(queries.dim), static_cast<int>(values.dim));
+  check.require(needs.passes > 0, "query", "heads of a size there is a kernel for",
                 std::to_string(queries.dim));
   if (!check.ok()) return check.error();
   const bool documents = q_bounds.element_count() > 0;
@@ -82,20 +81,20 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
   check.array("k_ranks", k_ranks, documents ? std::vector<int64_t>{queries.batch, keys.tokens} : none,
               {DataType::S32});
   check.array("num_seqs", num_seqs, {num_seqs.element_count() == 0 ? 0 : 1}, {DataType::S32});
-  // Of each batch: whole tiles, and a part of one of each document that has any.
-  const int64_t most_q = documents ? std::min(seqs, queries.tokens) : 1;
-  const int64_t most_k = documents ? std::min(seqs, keys.tokens) : 1;
-  const int64_t needed_turns = queries.batch * (queries.tokens / sizes.queries + most_q);
-  const int64_t needed_tiles = queries.batch * (keys.tokens / sizes.keys + most_k);
-  check.array("counters", *counters, {2}, {DataType::S32});
-  check.array("tiles", *tiles, {-1, 4}, {DataType::S32});
-  check.array("turns", *turns, {-1, queries.heads}, {DataType::S32});
-  check.array("sums", *sums, {queries.batch, queries.heads, queries.tokens, sizes.sum_columns},
+  // Where there are documents, a tile may have a single token of its own.
+  const auto tiles = [&](int64_t tokens) {
+    return queries.batch * (documents ? tokens : (tokens + needs.held - 1) / needs.held);
+  };
+  const bool adds = needs.sum_columns > 0;
+  check.array("counters", *counters, {attention::kMostPasses, 2}, {DataType::S32});
+  check.array("key_tiles", *key_tiles, {tiles(keys.tokens), 4}, {DataType::S32});
+  check.array("query_tiles", *query_tiles, {adds ? 0 : tiles(queries.tokens), 4}, {DataType::S32});
+  check.array("turns", *turns, {queries.batch, adds ? queries.tokens : 0, queries.heads}, {DataType::S32});
+  check.array("sums", *sums, {queries.batch, queries.heads, queries.tokens, needs.sum_columns},
               {DataType::F32});
   if (!check.ok()) return check.error();
-  const int64_t max_tiles = tiles->dimensions()[0], max_turns = turns->dimensions()[0];
-  check.between("tiles", " key tiles", needed_tiles, kMaxInt / 2 / keys.heads, max_tiles);
-  check.between("turns", " query tiles", needed_turns, kMaxInt / queries.heads, max_turns);
+  check.between("key", " tiles of all heads", 1, kMaxInt / 2, tiles(keys.tokens) * keys.heads);
+  check.between("query", " tiles of all heads", 1, kMaxInt / 2, tiles(queries.tokens) * queries.heads);
   check.between("heads_together", "", 1, keys.heads, heads_together);
   check.between("q_bounds", " documents", 1, kMaxInt / 4 / queries.batch, seqs);
   if (!check.ok()) return check.error();
@@ -122,11 +121,10 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
   params.k_ranks = optional<int>(k_ranks);
   params.num_seqs_now = optional<int>(num_seqs);
   params.counters = static_cast<attention::BackwardCounters*>(counters->untyped_data());
-  params.tiles = static_cast<attention::KeyTile*>(tiles->untyped_data());
+  params.key_tiles = static_cast<attention::ListedTile*>(key_tiles->untyped_data());
+  params.query_tiles = static_cast<attention::ListedTile*>(query_tiles->untyped_data());
   params.turns = turns->typed_data<int>();
   params.sums = sums->typed_data<float>();
-  params.max_tiles = static_cast<int>(max_tiles);
-  params.max_turns = static_cast<int>(max_turns);
   params.seqs_per_batch = static_cast<int>(seqs);
   params.batch = static_cast<int>(queries.batch);
   params.q_len = static_cast<int>(queries.tokens);
@@ -174,7 +172,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_backward_sm90, pallas_attn::
                                   .Ret<xla::ffi::AnyBuffer>()  // d_key
                                   .Ret<xla::ffi::AnyBuffer>()  // d_value
                                   .Ret<xla::ffi::AnyBuffer>()  // counters
-                                  .Ret<xla::ffi::AnyBuffer>()  // tiles
+                                  .Ret<xla::ffi::AnyBuffer>()  // key_tiles
+                                  .Ret<xla::ffi::AnyBuffer>()  // query_tiles
                                   .Ret<xla::ffi::AnyBuffer>()  // turns
                                   .Ret<xla::ffi::AnyBuffer>()  // sums
                                   .Attr<bool>("heads_first")

@@ -9,18 +9,19 @@
 
 namespace pallas_attn::attention {
 
-// A key tile to be taken, 16 bytes, so that it is loaded at once.
-struct alignas(16) KeyTile {
+// A tile of keys, or of queries, to be taken: 16 bytes, so that it is loaded at once.
+struct alignas(16) ListedTile {
   int seq;
-  int number;      // of the sequence's key tiles
-  int first_turn;  // of the sequence's first query tile
+  int number;  // of the sequence's tiles
+  int before;  // the number of the tile in front of it that has tokens, too; negative: none
 };
 
 // What the kernels in a row tell each other.
 struct BackwardCounters {
-  int taken;  // key tiles that CTAs have asked for
-  int tiles;  // of one KV head
+  int taken;  // tiles that CTAs have asked for
+  int tiles;  // of one head
 };
+constexpr int kMostPasses = 3;
 
 struct BackwardParams {
   const void* query;  // head_dim elements a head
@@ -47,12 +48,13 @@ struct BackwardParams {
   void* d_value;
 
   // Scratch.
-  BackwardCounters* counters;
-  KeyTile* tiles;  // [max_tiles]
-  int* turns;      // [max_turns, num_heads]: how many key tiles have added to a query tile's gradient
-  float* sums;     // [batch, num_heads, q_len, sum_columns]: gradients of queries, as far as keys have been
-                   // added, and numbers that add up to what was multiplied with keys
-  int max_tiles, max_turns;
+  BackwardCounters* counters;  // [kMostPasses]
+  ListedTile* key_tiles;       // [batch * kv_len]
+  ListedTile* query_tiles;     // [batch * q_len], of heads that take three passes
+  int* turns;   // [batch, q_len, num_heads], of a query tile's first query: behind the last key tile that has
+                // added to its gradient
+  float* sums;  // [batch, num_heads, q_len, sum_columns]: gradients of queries, as far as keys have been
+                // added, and numbers that add up to what was multiplied with keys
 
   int batch, q_len, kv_len;
   int seqs_per_batch;

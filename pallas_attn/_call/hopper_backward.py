@@ -8,21 +8,17 @@ from pallas_attn._call import ffi
 from pallas_attn._call.hopper_forward import Sequences
 
 TARGET = "pallas_attn_attention_backward_sm90"
-BLOCK_Q, BLOCK_KV = 64, 128
 DIMS = (64, 96, 128)
-"""Widths of heads that the kernel works with; others are filled up."""
+"""Widths of heads whose gradients are made in one pass; others are filled up. Wider ones, up to the widest of the
+forward kernel, take three."""
+BLOCK_KV = 128
+"""Keys of a tile, and queries where there are three passes."""
 COUNT_COLUMNS = 8
 """Of a row of sums, behind a query's gradient: what was multiplied with keys."""
+MOST_PASSES = 3
 HEADS_TOGETHER = 16
 """KV heads whose key tiles are interleaved. Tiles of one head wait for each other, so few of them should start
 together: of 1, 2, 4, 7 and 16 this was the fastest at 2k, 4k and 16k causal tokens (H200)."""
-
-
-def unsupported(head_dim: int, value_dim: int) -> str | None:
-    """The reason the kernel cannot serve what the forward kernel can, or None."""
-    if max(head_dim, value_dim) > DIMS[-1]:
-        return f"has gradients of heads of at most {DIMS[-1]}, got {max(head_dim, value_dim)}"
-    return None
 
 
 def backward(
@@ -49,7 +45,8 @@ def backward(
         sequences: documents, or none: then each batch entry is one sequence.
         left, right, offset: query i sees keys from i + offset - left to i + offset + right; None is no bound.
         ordered: gradients of queries are added up in one order, so that the same inputs give the same bits. Without,
-            they are in the order in which tiles happen to finish: faster, and the last bits vary from run to run.
+            they are in the order in which tiles happen to finish: the last bits vary from run to run. Heads that take
+            three passes add nothing in memory: their bits are the same either way.
 
     vmap calls it once for each entry of the batch, sequentially.
     """
@@ -57,21 +54,25 @@ def backward(
     batch, head_dim = query.shape[0], query.shape[-1]
     tokens, heads = (query.shape[2], query.shape[1]) if heads_first else query.shape[1:3]
     kv_tokens, kv_heads = (key.shape[2], key.shape[1]) if heads_first else key.shape[1:3]
-    width = next(dim for dim in DIMS if max(head_dim, value.shape[-1]) <= dim)
+    widest = max(head_dim, value.shape[-1])
+    width = next((dim for dim in DIMS if widest <= dim), None)
     documents = sequences.q_table is not None
-    seqs = sequences.q_table.shape[1] if sequences.q_table is not None else 1
-    # In each batch entry: whole tiles, and one partial tile of each document.
-    max_turns = batch * (tokens // BLOCK_Q + (min(seqs, tokens) if documents else 1))
-    max_tiles = batch * (kv_tokens // BLOCK_KV + (min(seqs, kv_tokens) if documents else 1))
+
+    def tiles(tokens: int) -> jax.ShapeDtypeStruct:
+        # Where there are documents, a tile may have a single token of its own.
+        most = tokens if documents else -(-tokens // BLOCK_KV)
+        return jax.ShapeDtypeStruct((batch * most, 4), jnp.int32)
+
     call = jax.ffi.ffi_call(
         TARGET,
         (
             *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (query, key, value)),
             # Scratch: outputs, because a handler that allocates cannot be part of a command buffer.
-            jax.ShapeDtypeStruct((2,), jnp.int32),
-            jax.ShapeDtypeStruct((max_tiles, 4), jnp.int32),
-            jax.ShapeDtypeStruct((max_turns, heads), jnp.int32),
-            jax.ShapeDtypeStruct((batch, heads, tokens, width + COUNT_COLUMNS), jnp.float32),
+            jax.ShapeDtypeStruct((MOST_PASSES, 2), jnp.int32),
+            tiles(kv_tokens),
+            tiles(0 if width else tokens),
+            jax.ShapeDtypeStruct((batch, tokens if width else 0, heads), jnp.int32),
+            jax.ShapeDtypeStruct((batch, heads, tokens, width + COUNT_COLUMNS if width else 0), jnp.float32),
         ),
         vmap_method="sequential",
     )

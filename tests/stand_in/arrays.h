@@ -21,6 +21,7 @@ class Array {
     if (std::fread(data(), sizeof(T), count_, stdin) != count_) fail("too little input");
     return std::move(*this);
   }
+  size_t size() const { return count_; }
   void write() { std::fwrite(data(), sizeof(T), count_, stdout); }
 
  private:

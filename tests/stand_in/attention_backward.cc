@@ -5,11 +5,15 @@
 #include "attention/sm90/backward/launch_impl.h"
 #include "attention/sm90/backward/prepare/kernel.h"
 #include "attention/sm90/backward/shapes.h"
+#include "attention/sm90/backward/wide/launch_impl.h"
 #include "tensor_maps.h"
 
 namespace pallas_attn::attention::sm90::backward {
 alignas(1024) char shared_memory[stand_in::kSharedBytes];
+namespace wide {
+alignas(1024) char shared_memory[stand_in::kSharedBytes];
 }
+}  // namespace pallas_attn::attention::sm90::backward
 
 namespace {
 
@@ -25,29 +29,59 @@ struct Call {
   float scale, cap;
 };
 
+// As many as callers make room for.
+int most_tiles(const Call& call, int tokens, int rows) {
+  return call.batch * (call.documents > 0 ? tokens : ceil_div(tokens, rows));
+}
+
+void prepare_lists(const BackwardParams& params, const attention::sm90::backward::Tiling& tiling) {
+  using namespace attention::sm90::backward;
+  static PrepareScratch scratch[1 + kZeroingBlocks];
+  stand_in::shared = shared_memory;
+  stand_in::threads = kPrepareThreads;
+  stand_in::run_grid(dim3(1 + (tiling.queries > 0 ? 1 : kZeroingBlocks)), 1,
+                     [&] { prepare(params, tiling, scratch[ptx::block_x()]); });
+}
+
 template <typename Element, typename Shape>
 void run(BackwardParams& params, const Call& call) {
   using namespace attention::sm90::backward;
+  Array<ListedTile> key_tiles(most_tiles(call, call.kv_len, Shape::kKeys));
+  BackwardCounters counters[kMostPasses];
+  params.key_tiles = key_tiles.data(), params.counters = counters;
   const size_t rows = size_t{1} * call.batch * call.heads * call.q_len;
-  params.max_tiles = params.max_turns = call.batch * (call.q_len + call.kv_len + 1);
   Array<float> sums(rows * Shape::kSumColumns);
-  Array<int> turns(size_t{1} * params.max_turns * call.heads);
-  Array<KeyTile> tiles(params.max_tiles);
-  BackwardCounters counters;
-  params.sums = sums.data();
+  Array<int> turns(rows);
+  params.sums = sums.data(), params.turns = turns.data();
   if (!params.ordered) std::fill_n(sums.data(), rows * Shape::kSumColumns, 0.0f);
-  params.turns = turns.data(), params.tiles = tiles.data(), params.counters = &counters;
-  PrepareScratch scratch;
-  stand_in::shared = shared_memory;
-  stand_in::threads = kPrepareThreads;
-  stand_in::run_grid(dim3(1), 1, [&] { prepare(params, {Shape::kQueries, Shape::kKeys}, scratch); });
+  prepare_lists(params, {Shape::kKeys, 0});
+  if (counters[0].tiles > static_cast<int>(key_tiles.size())) stand_in::fail("too many tiles");
   Maps maps;
-  encode_maps<Element, Shape>(params, &maps);
+  stand_in::shared = shared_memory;
+  encode_maps<Element>(params, Shape::kQueries, Shape::kKeys, &maps);
   stand_in::threads = Shape::kThreads;
   stand_in::run_grid(dim3(call.ctas), 1, [&] { backward_kernel<Element, Shape>(params, maps); });
   stand_in::threads = kFinishWarps * 32;
   const auto units = static_cast<int>(finish_units(params));
   stand_in::run_grid(dim3(ceil_div(units, kFinishWarps)), 1, [&] { finish<Element>(params, Shape::kDim); });
+}
+
+template <typename Element, typename Shape>
+void run_passes(BackwardParams& params, const Call& call) {
+  using namespace attention::sm90::backward;
+  Array<ListedTile> key_tiles(most_tiles(call, call.kv_len, wide::kHeld));
+  Array<ListedTile> query_tiles(most_tiles(call, call.q_len, wide::kHeld));
+  BackwardCounters counters[kMostPasses];
+  params.key_tiles = key_tiles.data(), params.query_tiles = query_tiles.data(), params.counters = counters;
+  prepare_lists(params, {wide::kHeld, wide::kHeld});
+  Maps maps;
+  stand_in::shared = wide::shared_memory;
+  encode_maps<Element>(params, wide::kMet, wide::kMet, &maps);
+  stand_in::threads = wide::kThreads;
+  wide::each_pass<Shape>([&](auto pass) {
+    stand_in::run_grid(dim3(call.ctas), 1,
+                       [&] { wide::backward_kernel<Element, decltype(pass)>(params, maps); });
+  });
 }
 
 }  // namespace
@@ -103,8 +137,12 @@ int main() {
   }
   params.scale = call.scale, params.softcap = call.cap;
   attention::sm90::backward::with_shape(call.head_dim, call.value_dim, 0, [&](auto shape) {
-    if (call.fp16) run<__half, decltype(shape)>(params, call);
-    if (!call.fp16) run<__nv_bfloat16, decltype(shape)>(params, call);
+    using Shape = decltype(shape);
+    if constexpr (Shape::kPasses == 1) {
+      call.fp16 ? run<__half, Shape>(params, call) : run<__nv_bfloat16, Shape>(params, call);
+    } else {
+      call.fp16 ? run_passes<__half, Shape>(params, call) : run_passes<__nv_bfloat16, Shape>(params, call);
+    }
     return 0;
   });
   d_query.write();

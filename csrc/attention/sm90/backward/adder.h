@@ -25,11 +25,11 @@ class Adder {
     ptx::wait_for_previous_kernel();
     int steps = 0;
     each_tile(smem_, lane_, [&](const Tile& tile) {
-      Step step(tile.queries);
+      Step step(tile.met);
       do {
         if (steps % kAdders == number_) add(tile, step, steps);
         ++steps;
-      } while (step.advance(tile.queries, params_.group));
+      } while (step.advance(tile.met, params_.group));
     });
     ptx::wait_until_stores_are_done();
   }
@@ -41,29 +41,33 @@ class Adder {
   __device__ __forceinline__ void add(const Tile& tile, const Step& step, int steps) {
     const Place<kAdders> at = {steps};
     const int query = step.query * kQueries, end = min(query + kQueries, tile.band.q_len);
-    const int head = tile.kv_head * params_.group + step.head;
-    const int before = tile.number - tile.band.keys_of(query, end - 1).begin / Shape::kKeys;
-    int* const turn = params_.turns + int64_t{tile.first_turn + step.query} * params_.num_heads + head;
+    const int head = tile.head * params_.group + step.head;
+    // Behind which key tile this one adds: what of its sequence some query of the step sees, if anything.
+    const bool first = tile.before < tile.band.keys_of(query, end - 1).begin / Shape::kKeys;
+    const int own = query + first_own(tile, query);
+    int* const turn =
+        params_.turns + (int64_t{tile.batch} * params_.q_len + tile.query + own) * params_.num_heads + head;
     const int64_t row = (int64_t{tile.batch} * params_.num_heads + head) * params_.q_len + tile.query + query;
     float* const sums = params_.sums + row * Shape::kSumColumns;
     ptx::mbarrier_wait(&smem_.added.full[at.stage()][0], at.full());
-    if (params_.ordered && before > 0) {
+    const bool in_order = params_.ordered && own < end;
+    if (in_order && !first) {
       if (lane_ == 0) {
-        while (ptx::load_acquire(turn) != before) {
+        while (ptx::load_acquire(turn) != tile.before + 1) {
         }
       }
       __syncwarp();
       ptx::fence_async_global();
     }
-    const bool first = params_.ordered && before == 0;
+    const bool stores = params_.ordered && first;
     if (tile.q_rank < 0) {
-      if (lane_ == 0) put(sums, smem_.sums[0], (end - query) * kRowBytes, first);
+      if (lane_ == 0) put(sums, smem_.sums[0], (end - query) * kRowBytes, stores);
     } else {
       // Rows lie apart.
 #pragma unroll 1
       for (int i = lane_; i < end - query; i += 32) {
-        if (tile.has_query(params_, query + i)) {
-          put(sums + i * Shape::kSumColumns, smem_.sums[i], kRowBytes, first);
+        if (tile.has<Side::kQueries>(params_, query + i)) {
+          put(sums + i * Shape::kSumColumns, smem_.sums[i], kRowBytes, stores);
         }
       }
     }
@@ -71,16 +75,26 @@ class Adder {
     ptx::wait_until_stores_have_read();
     __syncwarp();
     if (lane_ == 0) ptx::mbarrier_arrive(&smem_.added.empty[at.stage()][0]);
-    if (!params_.ordered) return;
+    if (!in_order) return;
     ptx::wait_until_stores_are_done();
     ptx::fence_async_global();
     __syncwarp();
-    if (lane_ == 0) ptx::store_release(turn, before + 1);
+    if (lane_ == 0) ptx::store_release(turn, tile.number + 1);
+  }
+
+  // Of a step's queries, the first one that is the document's; kQueries if none is.
+  __device__ __forceinline__ int first_own(const Tile& tile, int query) const {
+    if (tile.q_rank < 0) return 0;
+    for (int from = 0; from < kQueries; from += 32) {
+      const uint32_t own = __ballot_sync(0xffffffff, tile.has<Side::kQueries>(params_, query + from + lane_));
+      if (own != 0) return from + __ffs(own) - 1;
+    }
+    return kQueries;
   }
 
   // The first one is stored, which saves zeroing.
-  __device__ __forceinline__ static void put(float* to, const float* from, uint32_t bytes, bool first) {
-    if (first) {
+  __device__ __forceinline__ static void put(float* to, const float* from, uint32_t bytes, bool stores) {
+    if (stores) {
       ptx::bulk_store(to, from, bytes);
     } else {
       ptx::bulk_add(to, from, bytes);

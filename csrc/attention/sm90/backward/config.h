@@ -21,6 +21,7 @@ constexpr int kCountColumns = 8;
 // to shared memory.
 template <int kDim_, int kValueDim_, int kQueries_>
 struct ShapeOf {
+  static constexpr int kPasses = 1;
   static constexpr int kDim = kDim_, kValueDim = kValueDim_;
   static constexpr int kQueries = kQueries_;
   static constexpr int kMath = 2;  // math warpgroups
@@ -60,6 +61,5 @@ constexpr int kAdders = 2;
 // Buffers. A step's queries are asked for in the middle of the step before and stay to its end, its gradients
 // of out from there to the middle.
 constexpr int kQueryStages = 3, kOutStages = 2, kRowStages = 3, kScoreStages = 2;
-constexpr int kToldTiles = 2;
 
 }  // namespace pallas_attn::attention::sm90::backward

@@ -12,13 +12,13 @@
 #pragma once
 
 #include "attention/backward_params.h"
+#include "attention/sm90/backward/products.h"
 #include "attention/sm90/backward/seen.h"
 #include "attention/sm90/backward/smem_plan.h"
 #include "attention/sm90/backward/store.h"
-#include "common/math.h"
+#include "attention/sm90/backward/weights.h"
 #include "ptx/control.h"
 #include "ptx/mbarrier.h"
-#include "ptx/wgmma.h"
 
 namespace pallas_attn::attention::sm90::backward {
 
@@ -38,7 +38,7 @@ class Consumer {
         warpgroup_(warpgroup),
         thread_(thread),
         at_(thread),
-        factor_((capped() ? params.softcap : params.scale) * kLog2E) {}
+        weighing_(params) {}
 
   __device__ __forceinline__ void work() {
     for (; open(); ++tiles_) {
@@ -53,9 +53,13 @@ class Consumer {
       ptx::wgmma_touch(rS);
       weigh(rS);
       mask(rS, query_);
-      bool first = true;
-      for (; left_ > 1; first = false) run<false>(rdK, rdV, rS, first);
-      run<true>(rdK, rdV, rS, first);
+      if (left_ > 1) {
+        run<true, false>(rdK, rdV, rS);
+        while (left_ > 1) run<false, false>(rdK, rdV, rS);
+        run<false, true>(rdK, rdV, rS);
+      } else {
+        run<true, true>(rdK, rdV, rS);
+      }
       store(rdK, rdV);
       release(&smem_.told.empty[told().stage()][0]);
     }
@@ -81,22 +85,21 @@ class Consumer {
   __device__ __forceinline__ int keys_stage() const { return Place<Shape::kKeyStages>{tiles_}.stage(); }
 
   // A step, whose weights are there, up to the next one's.
-  template <bool kLast>
+  template <bool kFirst, bool kLast>
   __device__ __forceinline__ void run(float (&rdK)[accumulators(Shape::kDim)],
-                                      float (&rdV)[accumulators(Shape::kValueDim)], float (&rS)[kPairs],
-                                      bool first) {
+                                      float (&rdV)[accumulators(Shape::kValueDim)], float (&rS)[kPairs]) {
     const int step = steps_, query = query_;
     float rdP[kPairs];
     uint32_t rA[kQuerySteps][4];  // weights, then gradients of scores: what meets queries
     wait_for_outs();
     ptx::wgmma_claim(rdP);
     issue_d_weights(rdP);
-    pack(rS, rA);
-    issue_d_values(rdV, rA, first);
+    pack<Element>(rS, rA);
+    issue_d_values(rdV, rA, kFirst);
     ptx::wgmma_wait<1>();
     ptx::wgmma_touch(rdP);
     if constexpr (kLast) release(&smem_.values.empty[keys_stage()][0]);
-    differentiate(rS, rdP);
+    weighing_.differentiate(rS, rdP, numbers());
     release(&smem_.numbers.empty[Place<kRowStages>{step}.stage()][0]);
     advance();
     if constexpr (!kLast) {
@@ -108,24 +111,30 @@ class Consumer {
     ptx::wgmma_touch(rA);
     release(&smem_.outs.empty[Place<kOutStages>{step}.stage()][0]);
     mask(rdP, query);
-    pack(rdP, rA);
+    pack<Element>(rdP, rA);
     write_d_scores(rA, step);
+    // That of the step before: the other warpgroup's gradients of scores are there.
     Half rdQ;
-    issue_d_queries(rdQ, step);
-    issue_d_keys(rdK, rA, step, first);
+    if constexpr (!kFirst) issue_d_queries(rdQ, step - 1);
+    issue_d_keys(rdK, rA, step, kFirst);
     if constexpr (!kLast) {
-      ptx::wgmma_wait<2>();
+      ptx::wgmma_wait<kFirst ? 1 : 2>();
       ptx::wgmma_touch(rS);
       weigh(rS);
     }
-    ptx::wgmma_wait<1>();
-    put(rdQ, step);
+    if constexpr (!kFirst) {
+      ptx::wgmma_wait<1>();
+      put(rdQ, step - 1);
+    }
     ptx::wgmma_wait<0>();
     ptx::wgmma_touch(rdK);
     ptx::wgmma_touch(rA);
     release(&smem_.queries.empty[Place<kQueryStages>{step}.stage()][0]);
     if constexpr (kLast) {
+      issue_d_queries(rdQ, step);
+      ptx::wgmma_wait<0>();
       release(&smem_.keys.empty[keys_stage()][0]);
+      put(rdQ, step);
     } else {
       mask(rS, query_);  // here registers are free
     }
@@ -135,8 +144,8 @@ class Consumer {
   __device__ __forceinline__ bool open() {
     ptx::mbarrier_wait(&smem_.told.full[told().stage()][0], told().full());
     const Tile& tile = smem_.tiles[told().stage()];
-    if (uniform(tile.kv_head) < 0) return false;
-    queries_ = {uniform(tile.queries.begin), uniform(tile.queries.end)};
+    if (uniform(tile.head) < 0) return false;
+    queries_ = {uniform(tile.met.begin), uniform(tile.met.end)};
     open_ = {uniform(tile.open.begin), uniform(tile.open.end)};
     left_ = (queries_.end - queries_.begin) * params_.group;
     query_ = queries_.end - 1;
@@ -159,10 +168,9 @@ class Consumer {
 
   __device__ __forceinline__ void clear_others_keys() {
     const Tile& tile = smem_.tiles[told().stage()];
-    if (__builtin_expect(
-            has_others(tile.held_keys, tile.first, Shape::kKeys, tile.key, params_.kv_len, tile.k_rank),
-            false)) {
-      clear(smem_.sK[keys_stage()], [&](int row) { return tile.holds_key(params_, tile.first + row); });
+    if (__builtin_expect(tile.has_others<Side::kKeys>(params_, tile.first, Shape::kKeys), false)) {
+      clear(smem_.sK[keys_stage()],
+            [&](int row) { return tile.holds<Side::kKeys>(params_, tile.first + row); });
     }
   }
   // Of a step's queries, or of their gradients of out.
@@ -171,8 +179,8 @@ class Consumer {
     if (is_open(query_)) return;
     const Tile& tile = smem_.tiles[told().stage()];
     const int first = query_ * kQueries;
-    if (!has_others(tile.held_queries, first, kQueries, tile.query, params_.q_len, tile.q_rank)) return;
-    clear(pieces, [&](int row) { return tile.holds_query(params_, first + row); });
+    if (!tile.has_others<Side::kQueries>(params_, first, kQueries)) return;
+    clear(pieces, [&](int row) { return tile.holds<Side::kQueries>(params_, first + row); });
   }
   // Rows that are not held: zero times NaN is NaN.
   template <typename Pieces, typename Holds>
@@ -189,62 +197,23 @@ class Consumer {
     ptx::named_barrier_sync_unaligned(kCleared, Shape::kConsumerThreads);
   }
 
-  // Through a shuffle the compiler knows that a value is the warp's.
-  __device__ __forceinline__ static int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
-  __device__ __forceinline__ static uint64_t descriptor(const void* tile, uint32_t leading_bytes) {
-    return ptx::uniform_descriptor(ptx::wgmma_descriptor(tile, leading_bytes));
-  }
-
-  // d = rows of a times rows of b, over kDims.
-  template <int kDims, uint32_t kPieceBytesA, uint32_t kPieceBytesB, int kCount>
-  __device__ __forceinline__ static void multiply_rows(float (&d)[kCount], const void* a, const void* b) {
-    const uint64_t left = descriptor(a, 0), right = descriptor(b, 0);
-    ptx::wgmma_touch(d);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kDims / kStepDims; ++step) {
-      const uint32_t piece = step / kStepsPerPiece, within = step % kStepsPerPiece * kStepDims * 2;
-      const uint64_t step_left = ptx::advance_descriptor(left, piece * kPieceBytesA + within);
-      const uint64_t step_right = ptx::advance_descriptor(right, piece * kPieceBytesB + within);
-      ptx::wgmma_k16<Element, ptx::kKMajor>(d, step_left, step_right, step > 0);
-    }
-    ptx::wgmma_commit();
-  }
-
-  // d += a times b, over queries.
-  template <int kCount>
-  __device__ __forceinline__ static void add_product(float (&d)[kCount], uint32_t (&a)[kQuerySteps][4],
-                                                     const void* b, bool first) {
-    const uint64_t right = descriptor(b, kQueryPieceBytes);
-    ptx::wgmma_touch(d);
-    ptx::wgmma_touch(a);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kQuerySteps; ++step) {
-      const auto& weights = static_cast<const uint32_t (&)[4]>(a[step]);
-      const uint64_t step_right = ptx::advance_descriptor(right, step * kStepRowBytes);
-      ptx::wgmma_k16<Element, ptx::kMNMajor>(d, weights, step_right, !first || step > 0);
-    }
-    ptx::wgmma_commit();
-  }
-
   __device__ __forceinline__ void issue_scores(float (&rS)[kPairs]) {
-    multiply_rows<Shape::kDim, kKeyPieceBytes, kQueryPieceBytes>(
+    multiply_rows<Element, Shape::kDim, kKeyPieceBytes, kQueryPieceBytes>(
         rS, smem_.sK[keys_stage()][0][warpgroup_ * kFragmentRows],
         smem_.sQ[Place<kQueryStages>{steps_}.stage()][0]);
   }
   __device__ __forceinline__ void issue_d_weights(float (&rdP)[kPairs]) {
-    multiply_rows<Shape::kValueDim, kKeyPieceBytes, kQueryPieceBytes>(
+    multiply_rows<Element, Shape::kValueDim, kKeyPieceBytes, kQueryPieceBytes>(
         rdP, smem_.sV[keys_stage()][0][warpgroup_ * kFragmentRows],
         smem_.sdO[Place<kOutStages>{steps_}.stage()][0]);
   }
   __device__ __forceinline__ void issue_d_values(float (&rdV)[accumulators(Shape::kValueDim)],
                                                  uint32_t (&rP)[kQuerySteps][4], bool first) {
-    add_product(rdV, rP, smem_.sdO[Place<kOutStages>{steps_}.stage()][0], first);
+    add_product<Element, kQueryPieceBytes>(rdV, rP, smem_.sdO[Place<kOutStages>{steps_}.stage()][0], first);
   }
   __device__ __forceinline__ void issue_d_keys(float (&rdK)[accumulators(Shape::kDim)],
                                                uint32_t (&rdS)[kQuerySteps][4], int step, bool first) {
-    add_product(rdK, rdS, smem_.sQ[Place<kQueryStages>{step}.stage()][0], first);
+    add_product<Element, kQueryPieceBytes>(rdK, rdS, smem_.sQ[Place<kQueryStages>{step}.stage()][0], first);
   }
 
   // The warpgroup's columns of a step's gradient of queries; and sums of what is multiplied with keys.
@@ -290,73 +259,16 @@ class Consumer {
     if (is_open(query)) return;
     const Tile& tile = smem_.tiles[told().stage()];
     const int first = query * kQueries;
-    Seen(params_, tile, first, warpgroup_ * kFragmentRows, at_).mask(d);
-    if (tile.q_rank >= 0) mask_others(d, params_, tile, first, thread_ % 32, at_.in_quad);
+    Seen<Side::kKeys>(params_, tile, first, warpgroup_ * kFragmentRows, at_).mask(d);
+    if (tile.q_rank >= 0) mask_others<Side::kQueries>(d, params_, tile, first, thread_ % 32, at_.in_quad);
   }
 
-  __device__ __forceinline__ const Rows<kQueries>& rows() const {
-    return smem_.rows[Place<kRowStages>{steps_}.stage()];
+  __device__ __forceinline__ OfColumns<kQueries> numbers() const {
+    return {smem_.rows[Place<kRowStages>{steps_}.stage()], at_};
   }
-  // Maximum and rest of the columns of registers r to r + 3, as they lie.
-  __device__ __forceinline__ float4 lse_of(int r) const {
-    return *reinterpret_cast<const float4*>(rows().lse[r + at_.in_quad]);
-  }
-
-  // Weights of the step's scores.
   __device__ __forceinline__ void weigh(float (&rS)[kPairs]) {
     wait_until_full(smem_.numbers, steps_);
-    if (capped()) cap(rS, 2.0f * kLog2E * params_.scale / params_.softcap);
-#pragma unroll
-    for (int r = 0; r < kPairs; r += 4) {
-      const float4 lse = lse_of(r);
-#pragma unroll
-      for (int j = r; j < r + 4; j += 2) {
-        rS[j] = exp2_fast(fmaf(factor_, rS[j] - lse.x, -lse.z));
-        rS[j + 1] = exp2_fast(fmaf(factor_, rS[j + 1] - lse.y, -lse.w));
-      }
-    }
-  }
-
-  // Of gradients of the step's weights, those of its scores.
-  __device__ __forceinline__ void differentiate(const float (&rS)[kPairs], float (&rdP)[kPairs]) const {
-#pragma unroll
-    for (int r = 0; r < kPairs; r += 8) {
-      const auto d = *reinterpret_cast<const float4*>(rows().delta[r / 2 + at_.in_quad]);
-#pragma unroll
-      for (int j = r; j < r + 8; j += 2) {
-        rdP[j] = rS[j] * (rdP[j] - (j < r + 4 ? d.x : d.z));
-        rdP[j + 1] = rS[j + 1] * (rdP[j + 1] - (j < r + 4 ? d.y : d.w));
-      }
-    }
-    if (capped()) bend(rS, rdP);
-  }
-
-  __device__ __forceinline__ bool capped() const { return params_.softcap > 0.0f; }
-  // Scores become the hyperbolic tangent of what the soft cap makes of them, by exponentials: the hardware's
-  // is exact to 2^-11 only. `twice2` makes twice the argument, base 2.
-  __device__ __forceinline__ static void cap(float (&rS)[kPairs], float twice2) {
-#pragma unroll
-    for (float& x : rS) x = 1.0f - __fdividef(2.0f, exp2_fast(fminf(x * twice2, 126.0f)) + 1.0f);
-  }
-  // Gradients of capped scores become those of scores: times one less the square of what was capped, which is
-  // found again from its weight.
-  __device__ __forceinline__ void bend(const float (&rS)[kPairs], float (&rdP)[kPairs]) const {
-    const float inverse = 1.0f / factor_;
-#pragma unroll
-    for (int r = 0; r < kPairs; ++r) {
-      const float4 lse = lse_of(r / 4 * 4);
-      const float maximum = r % 2 ? lse.y : lse.x, rest = r % 2 ? lse.w : lse.z;
-      const float capped = fmaf(log2_fast(rS[r]) + rest, inverse, maximum);
-      rdP[r] = rS[r] == 0.0f ? 0.0f : rdP[r] * fmaf(-capped, capped, 1.0f);
-    }
-  }
-
-  __device__ __forceinline__ static void pack(const float (&d)[kPairs], uint32_t (&packed)[kQuerySteps][4]) {
-#pragma unroll
-    for (int step = 0; step < kQuerySteps; ++step) {
-      constexpr float kOne[kRowsPerThread] = {1.0f, 1.0f};
-      pack_step<Element>(d, step, kOne, packed[step]);
-    }
+    weighing_.weigh(rS, numbers());
   }
 
   // Transposed to [queries, keys]: lane l addresses what becomes row l % 8 of matrix l / 8; matrices 0 and 1
@@ -409,9 +321,9 @@ class Consumer {
                                         const float (&rdV)[accumulators(Shape::kValueDim)]) const {
     const Tile& tile = smem_.tiles[told().stage()];
     const int first = tile.first + warpgroup_ * kFragmentRows;
-    const auto has = [&](int row) { return tile.has_key(params_, first + row); };
+    const auto has = [&](int row) { return tile.has<Side::kKeys>(params_, first + row); };
     const auto place = [&](const Strides& strides) {
-      return tile.batch * strides.batch + tile.kv_head * strides.head + (tile.key + first) * strides.token;
+      return tile.batch * strides.batch + tile.head * strides.head + (tile.key + first) * strides.token;
     };
     store_rows<Element>(params_.d_key, place(params_.key_strides), params_.key_strides.token,
                         params_.head_dim, rdK, params_.scale, at_, has);
@@ -429,7 +341,7 @@ class Consumer {
   const int warpgroup_;
   const int thread_;
   const FragmentPosition at_;
-  const float factor_;
+  const Weighing weighing_;
 
   int tiles_ = 0, steps_ = 0;  // opened before this one; of all tiles, before the one whose weights come next
   // The tile's query tiles, those in which all pairs count, and the step's; steps that are left with it.

@@ -4,10 +4,11 @@
 
 namespace pallas_attn::attention::sm90::backward {
 
-TileSizes tile_sizes(int head_dim, int value_dim) {
-  return with_shape(head_dim, value_dim, TileSizes{}, [](auto shape) {
+Needs needs_of(int head_dim, int value_dim) {
+  return with_shape(head_dim, value_dim, Needs{}, [](auto shape) {
     using Shape = decltype(shape);
-    return TileSizes{Shape::kQueries, Shape::kKeys, Shape::kSumColumns};
+    if constexpr (Shape::kPasses == 1) return Needs{1, Shape::kKeys, Shape::kSumColumns};
+    return Needs{Shape::kPasses, wide::kHeld, 0};
   });
 }
 

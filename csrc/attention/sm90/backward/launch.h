@@ -8,11 +8,12 @@
 
 namespace pallas_attn::attention::sm90::backward {
 
-// Of the tiles for heads of these sizes, and columns of their sums; 0: no kernel has such heads.
-struct TileSizes {
-  int queries, keys, sum_columns;
+// What heads of these sizes take: passes, 0 if no kernel has such heads; tokens of a tile that is held; and
+// columns of sums, 0 if no gradients are added up in memory.
+struct Needs {
+  int passes, held, sum_columns;
 };
-TileSizes tile_sizes(int head_dim, int value_dim);
+Needs needs_of(int head_dim, int value_dim);
 
 LaunchStatus launch_backward(const BackwardParams& params, cudaStream_t stream);
 

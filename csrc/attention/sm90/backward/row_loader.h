@@ -4,37 +4,38 @@
 #include <cstdint>
 
 #include "attention/backward_params.h"
-#include "attention/sm90/backward/smem_plan.h"
+#include "attention/sm90/backward/rings.h"
+#include "attention/sm90/backward/rows.h"
 #include "ptx/async_copy.h"
 #include "ptx/control.h"
 #include "ptx/mbarrier.h"
 
 namespace pallas_attn::attention::sm90::backward {
 
-template <typename Shape>
-__device__ __forceinline__ void load_rows(const BackwardParams& params, SmemPlan<Shape>& smem, int lane) {
-  using TileRows = Rows<Shape::kQueries>;
+template <int kQueries, int kStages, typename Plan>
+__device__ __forceinline__ void load_rows(const BackwardParams& params, Plan& smem, int lane) {
+  using TileRows = Rows<kQueries>;
   ptx::wait_for_previous_kernel();
   int count = 0;
   each_tile(smem, lane, [&](const Tile& tile) {
-    Step step(tile.queries);
+    Step step(tile.met);
     do {
-      const Place<kRowStages> steps = {count++};
+      const Place<kStages> steps = {count++};
       ptx::mbarrier_wait(&smem.numbers.empty[steps.stage()][0], steps.empty());
       TileRows& rows = smem.rows[steps.stage()];
-      const int64_t head = int64_t{tile.batch} * params.num_heads + tile.kv_head * params.group + step.head;
+      const int64_t head = int64_t{tile.batch} * params.num_heads + tile.head * params.group + step.head;
       const int64_t first = head * params.q_len + tile.query;
       const uint32_t lse = ptx::shared_address(rows.lse), delta = ptx::shared_address(rows.delta);
 #pragma unroll 1
-      for (int i = lane; i < Shape::kQueries; i += 32) {
+      for (int i = lane; i < kQueries; i += 32) {
         // Behind the last one it is the last again: nobody asks what comes of it.
-        const int64_t at = first + min(step.query * Shape::kQueries + i, tile.band.q_len - 1);
+        const int64_t at = first + min(step.query * kQueries + i, tile.band.q_len - 1);
         ptx::copy_word_async(lse + TileRows::lse_word(i) * 4, params.maximum + at);
         ptx::copy_word_async(lse + TileRows::lse_word(i) * 4 + 8, params.rest + at);
         ptx::copy_word_async(delta + TileRows::delta_word(i) * 4, params.delta + at);
       }
       ptx::arrive_behind_copies(&smem.numbers.full[steps.stage()][0]);
-    } while (step.advance(tile.queries, params.group));
+    } while (step.advance(tile.met, params.group));
   });
 }
 

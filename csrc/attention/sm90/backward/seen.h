@@ -1,24 +1,25 @@
-// Which pairs of a step count: on a fragment of keys by queries.
+// Which pairs of a step count: on a fragment of held by met tokens.
 #pragma once
 
 #include <cstdint>
 
-#include "attention/sm90/backward/smem_plan.h"
+#include "attention/sm90/backward/tile_list.h"
 #include "sm90/fragment.h"
 
 namespace pallas_attn::attention::sm90::backward {
 
-// Queries that each of a thread's two keys is seen by, in a step's query tile.
+// What each of a thread's two held tokens meets of a step's.
+template <Side kSide>
 class Seen {
  public:
-  __device__ __forceinline__ Seen(const BackwardParams& params, const Tile& tile, int first_query,
+  __device__ __forceinline__ Seen(const BackwardParams& params, const Tile& tile, int first_met,
                                   int first_row, const FragmentPosition& at) {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      const int key = tile.first + first_row + at.row(i);
-      const Span queries = tile.band.queries_of(key, key);
-      before_[i] = first_query + at.in_quad * 2 - queries.begin;
-      count_[i] = tile.has_key(params, key) ? queries.end - queries.begin : 0;
+      const int own = tile.first + first_row + at.row(i);
+      const Span met = kSide == Side::kKeys ? tile.band.queries_of(own, own) : tile.band.keys_of(own, own);
+      before_[i] = first_met + at.in_quad * 2 - met.begin;
+      count_[i] = tile.has<kSide>(params, own) ? met.end - met.begin : 0;
     }
   }
 
@@ -37,14 +38,14 @@ class Seen {
   uint32_t count_[kRowsPerThread];
 };
 
-// The same where other documents' queries lie between: columns that are not the document's.
-template <int kCount>
+// The same where other documents' tokens lie between: columns that are not the document's.
+template <Side kMetSide, int kCount>
 __device__ __forceinline__ void mask_others(float (&d)[kCount], const BackwardParams& params,
-                                            const Tile& tile, int first_query, int lane, int in_quad) {
+                                            const Tile& tile, int first_met, int lane, int in_quad) {
 #pragma unroll
   for (int word = 0; word < kCount / 16; ++word) {
-    const int query = first_query + word * 32 + lane;
-    const uint32_t own = __ballot_sync(0xffffffff, tile.has_query(params, query)) >> (in_quad * 2);
+    const bool has = tile.has<kMetSide>(params, first_met + word * 32 + lane);
+    const uint32_t own = __ballot_sync(0xffffffff, has) >> (in_quad * 2);
 #pragma unroll
     for (int r = word * 16; r < word * 16 + 16; ++r) {
       if ((own & 1u << (r / 4 * 8 % 32 + r % 2)) == 0) d[r] = 0.0f;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/sm90/backward/config.h"
+#include "attention/sm90/backward/wide/config.h"
 
 namespace pallas_attn::attention::sm90::backward {
 
@@ -12,6 +13,8 @@ Result with_shape(int head_dim, int value_dim, Result none, Visit visit) {
   if (widest <= 64) return visit(Shape64{});
   if (widest <= 96) return visit(Shape96{});
   if (widest <= 128) return visit(Shape128{});
+  if (head_dim <= 192 && value_dim <= 128) return visit(wide::Shape192x128{});
+  if (widest <= 256) return visit(wide::Shape256{});
   return none;
 }
 

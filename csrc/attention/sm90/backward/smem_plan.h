@@ -4,24 +4,12 @@
 #include <cstdint>
 
 #include "attention/sm90/backward/config.h"
+#include "attention/sm90/backward/rings.h"
+#include "attention/sm90/backward/rows.h"
 #include "attention/sm90/backward/walk.h"
-#include "sm90/ring.h"
 #include "sm90/shared_limit.h"
 
 namespace pallas_attn::attention::sm90::backward {
-
-// Numbers of a tile's queries, in the order of fragments [keys, queries]: a thread, which has two of every
-// eight columns, loads 16 bytes at a time.
-template <int kQueries>
-struct alignas(16) Rows {
-  float lse[kQueries / 2][4];    // of columns c and c + 1: maximum, maximum, rest, rest
-  float delta[kQueries / 4][4];  // of columns c, c + 1, c + 8 and c + 9
-
-  __device__ static int lse_word(int column) { return column / 2 * 4 + column % 2; }
-  __device__ static int delta_word(int column) {
-    return (column / 16 * 4 + column % 8 / 2) * 4 + column / 8 % 2 * 2 + column % 2;
-  }
-};
 
 template <typename Shape>
 struct alignas(1024) SmemPlan {
@@ -58,41 +46,5 @@ struct alignas(1024) SmemPlan {
     added.init(1, Shape::kConsumerWarps, Shape::kConsumerWarps);
   }
 };
-
-// Where a role is in a ring of so many buffers, of which it has been through some.
-template <int kStages>
-struct Place {
-  int count;
-
-  __device__ __forceinline__ int stage() const { return static_cast<uint32_t>(count) % kStages; }
-  // What to wait for before reading, and before overwriting.
-  __device__ __forceinline__ uint32_t full() const { return static_cast<uint32_t>(count) / kStages & 1; }
-  __device__ __forceinline__ uint32_t empty() const { return full() ^ 1; }
-};
-
-template <int kStages>
-__device__ __forceinline__ void wait_until_full(Ring<kStages, 1, 1>& ring, int count) {
-  const Place<kStages> at = {count};
-  ptx::mbarrier_wait(&ring.full[at.stage()][0], at.full());
-}
-template <int kStages>
-__device__ __forceinline__ void wait_until_empty(Ring<kStages, 1, 1>& ring, int count) {
-  const Place<kStages> at = {count};
-  ptx::mbarrier_wait(&ring.empty[at.stage()][0], at.empty());
-}
-
-// One role's way through the tiles that it is told of: visit(tile) for each. For a whole warp.
-template <typename Plan, typename Visit>
-__device__ __forceinline__ void each_tile(Plan& smem, int lane, Visit visit) {
-  for (int count = 0;; ++count) {
-    const Place<kToldTiles> place = {count};
-    ptx::mbarrier_wait(&smem.told.full[place.stage()][0], place.full());
-    const Tile& tile = smem.tiles[place.stage()];
-    if (tile.kv_head < 0) return;
-    visit(tile);
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(&smem.told.empty[place.stage()][0]);
-  }
-}
 
 }  // namespace pallas_attn::attention::sm90::backward

@@ -10,6 +10,9 @@
 
 namespace pallas_attn::attention::sm90::backward {
 
+enum class Side { kKeys, kQueries };
+constexpr Side other(Side side) { return side == Side::kKeys ? Side::kQueries : Side::kKeys; }
+
 // Tokens or tiles [begin, end).
 struct Span {
   int begin, end;
@@ -33,6 +36,8 @@ struct Band {
   __device__ __forceinline__ Span keys_of(int first, int last) const {
     return between(first + offset, left, last + offset, right, k_len);
   }
+  // Those that all of them see.
+  __device__ __forceinline__ Span keys_of_all(int first, int last) const { return keys_of(last, first); }
 
  private:
   // What is at most so far before one place or behind another, of `length`.
@@ -43,36 +48,45 @@ struct Band {
   }
 };
 
-// A key tile, as its roles are told of it. Queries and keys are counted from the sequence's first.
+// A tile that a CTA holds, as its roles are told of it: of keys, that meets tiles of queries, or the other
+// way round. Queries and keys are counted from the sequence's first.
 struct Tile {
   int batch;
-  int kv_head;      // negative: there are no more tiles
-  int number;       // of the sequence's key tiles
-  int first, keys;  // its first key, and how many there are
-  int query, key;   // the sequence's first query and key in the batch
+  int head;            // of the side that is held; negative: there are no more tiles
+  int number, before;  // as in the list
+  int first, count;    // its first token, and how many there are
+  int query, key;      // the sequence's first query and key in the batch
   Band band;
-  Span queries;       // query tiles it meets
-  Span open;          // of those, the ones in which all queries see all keys
+  Span met;           // tiles of the other side that it meets
+  Span open;          // of those, the ones in which all pairs count
   Span held_queries;  // that see some key of the sequence; others may hold NaN
   Span held_keys;     // that some query sees
-  int first_turn;     // of the sequence's first query tile
   // Where not all queries (keys) between its first and last are the document's: the rank of those that are;
   // else negative.
   int q_rank, k_rank;
 
-  __device__ __forceinline__ bool holds_query(const BackwardParams& params, int i) const {
-    return i >= held_queries.begin && i < held_queries.end &&
-           is_own(params.q_ranks, q_rank, batch * int64_t{params.q_len} + query + i);
+  // Whether token i of a side is the sequence's, and whether it is and counts at all.
+  template <Side kSide>
+  __device__ __forceinline__ bool has(const BackwardParams& params, int i) const {
+    if constexpr (kSide == Side::kKeys) {
+      return i < band.k_len && is_own(params.k_ranks, k_rank, batch * int64_t{params.kv_len} + key + i);
+    } else {
+      return i < band.q_len && is_own(params.q_ranks, q_rank, batch * int64_t{params.q_len} + query + i);
+    }
   }
-  __device__ __forceinline__ bool holds_key(const BackwardParams& params, int i) const {
-    return i >= held_keys.begin && i < held_keys.end &&
-           is_own(params.k_ranks, k_rank, batch * int64_t{params.kv_len} + key + i);
+  template <Side kSide>
+  __device__ __forceinline__ bool holds(const BackwardParams& params, int i) const {
+    const Span& held = kSide == Side::kKeys ? held_keys : held_queries;
+    return i >= held.begin && i < held.end && has<kSide>(params, i);
   }
-  __device__ __forceinline__ bool has_query(const BackwardParams& params, int i) const {
-    return i < band.q_len && is_own(params.q_ranks, q_rank, batch * int64_t{params.q_len} + query + i);
-  }
-  __device__ __forceinline__ bool has_key(const BackwardParams& params, int i) const {
-    return i < band.k_len && is_own(params.k_ranks, k_rank, batch * int64_t{params.kv_len} + key + i);
+  // Whether of tokens [first, first + count) some must be cleared; what lies behind an array's end is zero.
+  template <Side kSide>
+  __device__ __forceinline__ bool has_others(const BackwardParams& params, int first, int count) const {
+    const Span& held = kSide == Side::kKeys ? held_keys : held_queries;
+    const int rank = kSide == Side::kKeys ? k_rank : q_rank;
+    const int end = held.end + (kSide == Side::kKeys ? key : query);
+    return rank >= 0 || first < held.begin ||
+           (first + count > held.end && end < (kSide == Side::kKeys ? params.kv_len : params.q_len));
   }
 
  private:
@@ -81,23 +95,17 @@ struct Tile {
   }
 };
 
-// Whether a tile of [first, first + count) has what must be cleared; what lies behind an array's end is zero.
-__device__ __forceinline__ bool has_others(const Span& held, int first, int count, int from, int length,
-                                           int rank) {
-  return rank >= 0 || first < held.begin || (first + count > held.end && from + held.end < length);
-}
-
 // A tile's steps: head by head, the last query tile first. Under a causal mask all key tiles meet that one,
 // and follow each other.
 struct Step {
   int head, query;
 
   Step() = default;
-  __device__ explicit Step(const Span& queries) : head(0), query(queries.end - 1) {}
+  __device__ explicit Step(const Span& met) : head(0), query(met.end - 1) {}
   // False behind the last one of `group` heads.
-  __device__ __forceinline__ bool advance(const Span& queries, int group) {
-    if (--query >= queries.begin) return true;
-    query = queries.end - 1;
+  __device__ __forceinline__ bool advance(const Span& met, int group) {
+    if (--query >= met.begin) return true;
+    query = met.end - 1;
     return ++head < group;
   }
 };

@@ -11,6 +11,7 @@
 #include "attention/sm90/backward/config.h"
 #include "attention/sm90/backward/document.h"
 #include "attention/sm90/backward/finish/finish.h"
+#include "attention/sm90/backward/mean.h"
 #include "attention/sm90/backward/walk.h"
 #include "common/element_traits.h"
 #include "ptx/control.h"
@@ -18,16 +19,14 @@
 namespace pallas_attn::attention::sm90::backward {
 
 constexpr int kFinishWarps = 8, kFinishRows = 32;
-constexpr int kSample = 16;  // places of keys that are looked at
-// Loaded ahead; as many columns a lane has.
-constexpr int kFinishAhead = 4, kLaneColumns = 4;
+constexpr int kFinishAhead = 4;  // rows loaded
 
 template <typename Element>
 class Finisher {
  public:
   // Of unit `unit`: so many rows of a head.
   __device__ Finisher(const BackwardParams& params, int dim, int64_t unit, int lane)
-      : params_(params), column_(lane * kLaneColumns), sum_columns_(dim + kCountColumns) {
+      : params_(params), column_(lane * kMeanColumns), sum_columns_(dim + kCountColumns) {
     const int of_head = ceil_div(params.q_len, kFinishRows);
     const int64_t row = unit / of_head;
     first_ = static_cast<int>(unit - row * of_head) * kFinishRows;
@@ -96,29 +95,12 @@ class Finisher {
              document.k_len};
   }
 
-  // Of the first keys that some of the queries see.
   __device__ void take_mean(int first_query, int last_query) {
     sampled_ = true;
-    const Span keys = band_.keys_of(first_query, last_query);
-    const int end = min(keys.begin + kSample, keys.end);
-    const auto* from = static_cast<const uint16_t*>(params_.key) + batch_ * params_.key_strides.batch +
-                       head_ / params_.group * params_.key_strides.head + column_;
-    float4 sum = {};
-    float some = 0.0f;
-#pragma unroll 4
-    for (int i = keys.begin; i < end; ++i) {
-      const int token = key_ + i;
-      const int64_t place = int64_t{batch_} * params_.kv_len + token;
-      if (k_mixed_ && __ldg(params_.k_ranks + place) != rank_) continue;
-      some += 1.0f;
-      if (!works_) continue;
-      const uint2 words = __ldg(reinterpret_cast<const uint2*>(from + token * params_.key_strides.token));
-      const float2 left = ElementTraits<Element>::unpack(words.x);
-      const float2 right = ElementTraits<Element>::unpack(words.y);
-      sum.x += left.x, sum.y += left.y, sum.z += right.x, sum.w += right.y;
-    }
-    const float share = some > 0.0f ? 1.0f / some : 0.0f;
-    mean_ = {sum.x * share, sum.y * share, sum.z * share, sum.w * share};
+    const int64_t first = int64_t{batch_} * params_.kv_len + key_;
+    const auto own = [&](int i) { return !k_mixed_ || __ldg(params_.k_ranks + first + i) == rank_; };
+    mean_ = mean_of_keys<Element>(params_, batch_, head_ / params_.group,
+                                  band_.keys_of(first_query, last_query), column_, own, key_);
   }
 
   const BackwardParams& params_;

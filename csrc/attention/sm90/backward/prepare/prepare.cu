@@ -12,7 +12,8 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(BackwardParams
 }  // namespace
 
 LaunchStatus launch_prepare(const BackwardParams& params, const Tiling& tiling, cudaStream_t stream) {
-  return launch_dependent(prepare_kernel, dim3(1), kPrepareThreads, 0, stream, Blocks::kIndependent,
+  const int more = tiling.queries > 0 ? 1 : params.ordered ? kZeroingBlocks : 0;
+  return launch_dependent(prepare_kernel, dim3(1 + more), kPrepareThreads, 0, stream, Blocks::kIndependent,
                           "launching what orders the backward kernel's tiles", params, tiling);
 }
 

@@ -1,4 +1,4 @@
-// From the lengths of sequences to the key tiles of the backward kernel.
+// From the lengths of sequences to lists of tiles.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,9 +8,9 @@
 
 namespace pallas_attn::attention::sm90::backward {
 
-// Tokens of a tile.
+// Tokens of a tile that is held. `queries`: 0 if queries are not held.
 struct Tiling {
-  int queries, keys;
+  int keys, queries;
 };
 
 LaunchStatus launch_prepare(const BackwardParams& params, const Tiling& tiling, cudaStream_t stream);

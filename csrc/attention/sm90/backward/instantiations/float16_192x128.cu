@@ -1,0 +1,11 @@
+#include "attention/sm90/backward/instantiations/instantiations.h"
+#include "attention/sm90/backward/wide/launch_impl.h"
+
+namespace pallas_attn::attention::sm90::backward {
+
+template <>
+LaunchStatus launch_float16<wide::Shape192x128>(const BackwardParams& params, cudaStream_t stream) {
+  return wide::launch_instance<__half, wide::Shape192x128>(params, stream);
+}
+
+}  // namespace pallas_attn::attention::sm90::backward

@@ -1,0 +1,127 @@
+// From scores to weights, and from gradients of weights to those of scores, by what is known of each query:
+// its log-sum-exp in two parts, and delta. Queries are the columns of a fragment where keys are held, else
+// its rows; of four neighbouring registers a thread's belong to two.
+#pragma once
+
+#include "attention/backward_params.h"
+#include "attention/sm90/backward/rows.h"
+#include "common/math.h"
+#include "sm90/fragment.h"
+
+namespace pallas_attn::attention::sm90::backward {
+
+// Of registers r to r + 3: the two numbers, and which of them is register j's.
+template <int kQueries>
+class OfColumns {
+ public:
+  __device__ OfColumns(const Rows<kQueries>& rows, const FragmentPosition& at)
+      : rows_(rows), in_quad_(at.in_quad) {}
+
+  static __device__ constexpr int which(int j) { return j % 2; }
+  __device__ __forceinline__ void lse(int r, float (&maximum)[2], float (&rest)[2]) const {
+    const float4 lse = *reinterpret_cast<const float4*>(rows_.lse[r + in_quad_]);
+    maximum[0] = lse.x, maximum[1] = lse.y, rest[0] = lse.z, rest[1] = lse.w;
+  }
+  __device__ __forceinline__ void delta(int r, float (&delta)[2]) const {
+    const float4 d = *reinterpret_cast<const float4*>(rows_.delta[r / 8 * 4 + in_quad_]);
+    delta[0] = r % 8 < 4 ? d.x : d.z, delta[1] = r % 8 < 4 ? d.y : d.w;
+  }
+
+ private:
+  const Rows<kQueries>& rows_;
+  const int in_quad_;
+};
+
+class OfRows {
+ public:
+  template <typename HeldRows>
+  __device__ OfRows(const HeldRows& rows, int first_row, const FragmentPosition& at) {
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const int row = first_row + at.row(i);
+      maximum_[i] = rows.maximum[row], rest_[i] = rows.rest[row], delta_[i] = rows.delta[row];
+    }
+  }
+
+  static __device__ constexpr int which(int j) { return FragmentPosition::row_of(j); }
+  __device__ __forceinline__ void lse(int, float (&maximum)[2], float (&rest)[2]) const {
+    for (int i = 0; i < 2; ++i) maximum[i] = maximum_[i], rest[i] = rest_[i];
+  }
+  __device__ __forceinline__ void delta(int, float (&delta)[2]) const {
+    for (int i = 0; i < 2; ++i) delta[i] = delta_[i];
+  }
+
+ private:
+  float maximum_[kRowsPerThread], rest_[kRowsPerThread], delta_[kRowsPerThread];
+};
+
+class Weighing {
+ public:
+  __device__ explicit Weighing(const BackwardParams& params)
+      : params_(params), factor_((capped() ? params.softcap : params.scale) * kLog2E) {}
+
+  __device__ __forceinline__ bool capped() const { return params_.softcap > 0.0f; }
+
+  // Scores become weights.
+  template <typename Numbers, int kPairs>
+  __device__ __forceinline__ void weigh(float (&rS)[kPairs], const Numbers& numbers) const {
+    if (capped()) cap(rS, 2.0f * kLog2E * params_.scale / params_.softcap);
+#pragma unroll
+    for (int r = 0; r < kPairs; r += 4) {
+      float maximum[2], rest[2];
+      numbers.lse(r, maximum, rest);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int i = Numbers::which(j);
+        rS[r + j] = exp2_fast(fmaf(factor_, rS[r + j] - maximum[i], -rest[i]));
+      }
+    }
+  }
+
+  // Gradients of weights become those of scores.
+  template <typename Numbers, int kPairs>
+  __device__ __forceinline__ void differentiate(const float (&rS)[kPairs], float (&rdP)[kPairs],
+                                                const Numbers& numbers) const {
+#pragma unroll
+    for (int r = 0; r < kPairs; r += 4) {
+      float delta[2];
+      numbers.delta(r, delta);
+#pragma unroll
+      for (int j = r; j < r + 4; ++j) rdP[j] = rS[j] * (rdP[j] - delta[Numbers::which(j)]);
+    }
+    if (capped()) bend(rS, rdP, numbers);
+  }
+
+ private:
+  // Scores become the hyperbolic tangent of what the soft cap makes of them, by exponentials: the hardware's
+  // is exact to 2^-11 only. `twice2` makes twice the argument, base 2.
+  template <int kPairs>
+  __device__ __forceinline__ static void cap(float (&rS)[kPairs], float twice2) {
+#pragma unroll
+    for (float& x : rS) x = 1.0f - __fdividef(2.0f, exp2_fast(fminf(x * twice2, 126.0f)) + 1.0f);
+  }
+
+  // Gradients of capped scores become those of scores: times one less the square of what was capped, which is
+  // found again from its weight.
+  template <typename Numbers, int kPairs>
+  __device__ __forceinline__ void bend(const float (&rS)[kPairs], float (&rdP)[kPairs],
+                                       const Numbers& numbers) const {
+    const float inverse = 1.0f / factor_;
+#pragma unroll
+    for (int r = 0; r < kPairs; r += 4) {
+      float maximum[2], rest[2];
+      numbers.lse(r, maximum, rest);
+#pragma unroll
+      for (int j = r; j < r + 4; ++j) {
+        const int i = Numbers::which(j);
+        const float capped = fmaf(log2_fast(rS[j]) + rest[i], inverse, maximum[i]);
+        rdP[j] = rS[j] == 0.0f ? 0.0f : rdP[j] * fmaf(-capped, capped, 1.0f);
+      }
+    }
+  }
+
+  const BackwardParams& params_;
+  const float factor_;
+};
+
+}  // namespace pallas_attn::attention::sm90::backward

@@ -1,0 +1,67 @@
+// Heads too wide for one pass, in which gradients of 128 keys and of their values take 128 x 256 registers
+// each: three passes instead, of one gradient each, and one kernel that is all three.
+//
+//   held tile  128 neighbouring tokens of a head, keys or queries; a math warpgroup has 64 of them, and their
+//              gradients are its accumulators
+//   met tile   64 tokens of the other side that see it, or are seen; one step
+//
+// On either side a token has a row of head_dim elements, its query or key (`qk`), and one of value_dim, its
+// gradient of out or value (`vo`). Scores are held qk by met qk, gradients of weights held vo by met vo; and
+// what comes of them meets met rows, from registers.
+#pragma once
+
+#include <type_traits>
+
+#include "attention/sm90/backward/tile_list.h"
+#include "sm90/fragment.h"
+#include "sm90/swizzle.h"
+
+namespace pallas_attn::attention::sm90::backward::wide {
+
+using namespace pallas_attn::sm90;
+
+template <int kDim_, int kValueDim_>
+struct ShapeOf {
+  static constexpr int kPasses = 3;
+  static constexpr int kDim = kDim_, kValueDim = kValueDim_;
+  static constexpr int kPieces = kDim / kPieceDims, kValuePieces = kValueDim / kPieceDims;
+  static_assert(kDim % kPieceDims == 0 && kValueDim % kPieceDims == 0);
+};
+
+using Shape192x128 = ShapeOf<192, 128>;
+using Shape256 = ShapeOf<256, 256>;
+
+constexpr int kMath = 2;  // math warpgroups
+constexpr int kHeld = kMath * kFragmentRows, kMet = 64;
+constexpr int kConsumerThreads = kMath * kWarpgroupThreads, kConsumerWarps = kConsumerThreads / 32;
+constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
+constexpr int kConsumerRegisters = 240, kFeederRegisters = 24;
+
+// Of the last warpgroup.
+enum Feeder { kLoader = 0, kRowLoader = 1, kFeeders = 2 };
+
+// Whose gradient a pass works out.
+enum class Gradient { kKeys, kQueries, kValues };
+
+template <typename Shape, Gradient kGradient>
+struct PassOf {
+  using Dims = Shape;
+  static constexpr Gradient kOf = kGradient;
+  static constexpr Side kSide = kOf == Gradient::kQueries ? Side::kQueries : Side::kKeys;
+  static constexpr bool kHoldsQueries = kSide == Side::kQueries;
+  // Gradients of values are products of weights alone.
+  static constexpr bool kDifferentiates = kOf != Gradient::kValues;
+  static constexpr int kOut = kOf == Gradient::kValues ? Shape::kValueDim : Shape::kDim;
+  // A step's qk is met twice where scores have gradients, with another step between; else its vo is.
+  static constexpr int kQkStages = 2, kVoStages = kDifferentiates ? 1 : 2;
+};
+
+// visit(Pass{}) for each, in the order in which they run: those that take longest first.
+template <typename Shape, typename Visit>
+void each_pass(Visit visit) {
+  visit(PassOf<Shape, Gradient::kKeys>{});
+  visit(PassOf<Shape, Gradient::kQueries>{});
+  visit(PassOf<Shape, Gradient::kValues>{});
+}
+
+}  // namespace pallas_attn::attention::sm90::backward::wide
