@@ -75,7 +75,7 @@ def options(case: Any) -> Iterator[Hashable]:
             yield field.name
 
 
-def sizes(case: Any) -> Iterator[Hashable]:
+def sizes(case: Any) -> Iterator[tuple[str, str]]:
     for field in dataclasses.fields(case):
         value, has_default = getattr(case, field.name), field.default is not dataclasses.MISSING
         if field.name not in LENGTHS and (isinstance(value, str) or not has_default):
