@@ -112,6 +112,7 @@ def test_attention_over(kind, form):
 @OURS_ALONE
 @pytest.mark.parametrize("chosen", [False, True], ids=["all tokens", "chosen tokens"])
 @pytest.mark.parametrize("form", [name for name in FORMS if "head" not in name and "both" not in name])
+@pytest.mark.sweep(form=None)
 def test_latent_attention_over_hidden_states(form, chosen):
     """And its indexer: over sequences or tokens, since weights are whole."""
     positions, bounds, lead, spec, rows = FORMS[form]

@@ -1,8 +1,9 @@
 """Which tests `--sample` takes: of each file as few cases as have every test and every value of every argument.
 
-Of an op's case (`pallas_attn/testing`) that is every size but lengths, and every option beside each implementation. A
-test may say what of an argument's values is to be there: `sweep(case=options_of)`, `sweep(seed=None)` for any of them.
-All cases are taken of negative controls, which are marked `control`, and none of what is marked `slow`.
+Of an op's case (`pallas_attn/testing`) that is every size but lengths, and every option beside each implementation; of
+a name what stands between its commas. A test may say what of an argument's values is to be there:
+`sweep(case=options_of)`, `sweep(seed=None)` for any of them. All cases are taken of negative controls, which are marked
+`control`, and none of what is marked `slow`.
 """
 
 import collections
@@ -54,7 +55,11 @@ def _contents(item: pytest.Item) -> Iterator[Hashable]:
             yield from ((value.op, *one) for one in sizes(value))
             yield from ((*beside, option) for option in options(value))
         else:
-            yield name, repr(value)
+            yield from ((name, part) for part in parts(value))
+
+
+def parts(value: Any) -> list[str]:
+    return value.split(", ") if isinstance(value, str) else [repr(value)]
 
 
 def is_case(value: Any) -> bool:
@@ -70,7 +75,7 @@ def options(case: Any) -> Iterator[Hashable]:
             yield field.name
 
 
-def sizes(case: Any) -> Iterator[Hashable]:
+def sizes(case: Any) -> Iterator[tuple[str, str]]:
     for field in dataclasses.fields(case):
         value, has_default = getattr(case, field.name), field.default is not dataclasses.MISSING
         if field.name not in LENGTHS and (isinstance(value, str) or not has_default):

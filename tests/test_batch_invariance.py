@@ -102,6 +102,7 @@ def test_paged_attention(options, implementation):
 
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.slow
 def test_mla_decode(implementation):
     config = MLADecodeConfig(16, 32, split_tokens=64, target_programs=6, num_warps=4)
     found = {

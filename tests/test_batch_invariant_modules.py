@@ -78,6 +78,7 @@ def forms(call, empty) -> dict[str, np.ndarray]:
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.sweep(name=None)
 def test_bits_do_not_depend_on_the_form(name):
     make, options, empty = KINDS[name]
     module = make(**options, implementation="interpret", batch_invariant=True)

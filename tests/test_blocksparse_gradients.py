@@ -152,6 +152,7 @@ def test_gradients_in_pages_are_refused_by_the_kernels():
 
 
 @pytest.mark.once
+@pytest.mark.slow
 def test_checkpoint_scan_and_vmap_of_gradients():
     """Each layer's query is the one before's output; of two batches at once; as xla has it."""
     case = BlockSparseCase(((24, 24), (9, 20)), 2, 1, 16, 0.7, 16, 16, dtype="float32")

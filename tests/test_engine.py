@@ -180,6 +180,7 @@ def tiny_deepseek() -> DeepSeek:
     ],
     ids=["deepseek", "latent-gqa", "alternating windows"],
 )
+@pytest.mark.sweep(make=None)
 def test_every_kind_of_decoder_is_served(make):
     model = make()
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8, 20]]

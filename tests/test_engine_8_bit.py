@@ -98,6 +98,7 @@ def test_an_8_bit_cache_is_not_bound_to_its_first_request(uneven, exact):
 
 
 @pytest.mark.parametrize("cache_dtype", [None, "int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.sweep(cache_dtype=None)
 def test_answers_do_not_depend_on_what_was_served_before(cache_dtype):
     """Another request with the same beginning, then a token whose keys and values are 10 million times as large, in the
     page where the two part. What was found is read as what was computed, and others' pages are as good as new."""

@@ -167,6 +167,13 @@ def expected(name: str):
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 
 
+def given(name: str) -> list[str]:
+    """Which of its fields a case has."""
+    case = CASES[name]
+    return [field for field, value in case._asdict().items() if value is not case._field_defaults[field]]
+
+
+@pytest.mark.sweep(name=given)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_is_what_all_pairs_say(name, implementation):

@@ -26,6 +26,7 @@ def model():
 
 
 @pytest.mark.once
+@pytest.mark.slow
 def test_a_batch_answers_as_each_prompt_alone(model):
     batch = generate(model, PROMPTS, max_new_tokens=12, page_size=4)
     for index, prompt in enumerate(PROMPTS):

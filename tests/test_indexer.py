@@ -88,6 +88,7 @@ def layer_of(**options) -> MultiHeadLatentAttention:
 
 
 @once
+@pytest.mark.slow
 def test_a_layer_reads_fp8_latents_as_they_were_rounded():
     """Held against the same layer over a plain cache of what the bytes stand for, which errs by the query's rounding
     alone; the latents' own is many times that."""

@@ -87,6 +87,7 @@ def computed_by_children() -> float:
 
 
 @pytest.mark.parametrize("phase", ["importing", "compiling", "decoding"])
+@pytest.mark.sweep(phase=None)
 def test_the_command_ends_at_once_and_quietly(phase, model, tmp_path):
     program, marker = tmp_path / "pallas-attn", tmp_path / "begun"
     marked = {"importing": "", "compiling": COMPILING, "decoding": DECODING}[phase]

@@ -36,6 +36,8 @@ LEARNT = sorted(page for place in ("pallas_attn", "csrc") for page in (ROOT / pl
 FOLDERS = {"H100": "nvidia-h100-80gb-hbm3", "H200": "nvidia-h200"}
 
 
+# A sample has one of each page.
+@pytest.mark.sweep(name=lambda name: [name.rpartition("-")[0]])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_runs(name, monkeypatch):
     if name.startswith("README.md"):  # what is installed without extras must do

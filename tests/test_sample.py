@@ -96,7 +96,7 @@ def values(items: list[Any]) -> set[tuple[str, str, str]]:
         marker = item.get_closest_marker("sweep")
         for name, value in arguments(item).items():
             if name not in (marker.kwargs if marker else ()) and not sample.is_case(value):
-                found.add((item.nodeid.partition("::")[0], name, repr(value)))
+                found |= {(item.nodeid.partition("::")[0], name, part) for part in sample.parts(value)}
     return found
 
 

@@ -176,8 +176,6 @@ def exported(case: Exported, **more) -> export.Exported:
     return export.export(jax.jit(functools.partial(case.function, **case.options, **more)))(**arguments)
 
 
-# A sample has each op and each option.
-@pytest.mark.sweep(name=lambda name: name.split(", "))
 @pytest.mark.parametrize("name", CASES)
 def test_any_size_is_served(name):
     """Exported, serialised, and called with two sizes: what the call by itself gives."""

@@ -79,6 +79,7 @@ def test_a_wrong_result_does_not_count(limit, few, monkeypatch):
 
 
 @pytest.mark.once
+@pytest.mark.slow
 def test_gradients_over_random_layouts_are_measured(few):
     [*_, point, _] = OPS["blocksparse_attention"].variants(
         1, 48, num_heads=2, num_kv_heads=1, head_dim=16, dtype="float32"
