@@ -3,7 +3,7 @@
 Of an op's case (`pallas_attn/testing`) that is every size but lengths, and every option beside each implementation; of
 a name what stands between its commas. A test may say what of an argument's values is to be there:
 `sweep(case=options_of)`, `sweep(seed=None)` for any of them. All cases are taken of negative controls, which are marked
-`control`, and none of what is marked `slow`.
+`control`, and none of what else is marked `slow`.
 """
 
 import collections
@@ -20,9 +20,11 @@ LENGTHS = {"seq_lens", "lens", "kv_len", "lengths", "spare_pages", "uses"}
 def left_out_of(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     slow, files = [], collections.defaultdict(list)
     for item in items:
+        if item.get_closest_marker("control"):
+            continue
         if item.get_closest_marker("slow"):
             slow.append(item)
-        elif not item.get_closest_marker("control"):
+        else:
             files[item.nodeid.partition("::")[0]].append(item)
     return slow + [item for cases in files.values() for item in _dispensable(cases)]
 

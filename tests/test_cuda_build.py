@@ -257,6 +257,7 @@ def test_registers_with_xla(library: Path) -> None:
     assert done.stdout.split() == targets
 
 
+@pytest.mark.control
 def test_xla_refuses_what_is_no_handler() -> None:
     """Or the test above could not fail."""
     done = _register("getpid", Path())

@@ -54,10 +54,14 @@ def test_values_are_shared_out_among_the_tests_of_a_file():
     assert sorted(case["a"] for case in cases) == [0, 0, 1, 1]
 
 
-def test_all_of_a_control_is_taken_and_nothing_that_is_slow():
+def test_all_of_a_control_is_taken_and_nothing_else_that_is_slow():
     both = product(a=range(3), b="xyz")
     assert taken(items(both, mark="control")) == both
     assert not taken(items(both, mark="slow"))
+    slow_control = items(both, mark="control")
+    for item in slow_control:
+        item.marks["slow"] = {}
+    assert taken(slow_control) == both
 
 
 def test_a_test_says_what_is_to_be_there():
@@ -114,8 +118,8 @@ def test_a_sample_has_every_option_of_every_op_by_every_implementation(collected
     sampled = [item for item in collected if item not in left_out]
     assert options(sampled) == options(collected)
     quick = [item for item in collected if not item.get_closest_marker("slow")]
-    assert values(sampled) == values(quick)
-    assert {function_of(item) for item in sampled} == {function_of(item) for item in quick}
+    assert values(sampled) >= values(quick)
+    assert {function_of(item) for item in sampled} >= {function_of(item) for item in quick}
 
 
 def test_what_is_named_for_a_fault_that_shows_is_a_control(collected):
