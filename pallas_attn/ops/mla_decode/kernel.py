@@ -174,9 +174,8 @@ def _walk_tokens(
     any token's page id was invalid. `row_end` [block_q] is the end of what each row sees; None: `end` for all."""
     pool, config = problem.pool, problem.config
     block_kv, page_size = config.block_kv, pool.page_size
-    num_tiles = (end - begin + block_kv - 1) // block_kv
-    end = end if left is None else left.end
-    last_column = jnp.maximum(end - 1, 0) // page_size
+    keys_end = end if left is None else left.end
+    last_column = jnp.maximum(keys_end - 1, 0) // page_size
 
     def first_of(i) -> jax.Array:
         """First token of the i-th tile."""
@@ -218,7 +217,7 @@ def _walk_tokens(
         else:
             entry = next_entry = page_of(position // page_size, last_column)
         usable = masking.usable_pages(entry, pool.num_pages)
-        mine = masking.within(position, end) if left is None else left.among(position)
+        mine = masking.within(position, keys_end) if left is None else left.among(position)
         held = mine & usable
         # Of a tile some tokens may lie in pages that are anyone's.
         known = usable if left is None or problem.page_per_tile else usable | ~mine
@@ -249,8 +248,11 @@ def _walk_tokens(
         acc = tuple(acc + triton.dot(weights, chunk) for acc, chunk in zip(state.acc, values, strict=True))
         return state._replace(acc=acc), bad, next_entry
 
-    unmasked_end = end if row_end is None else jnp.minimum(end, jnp.min(row_end))
-    columns = first_of(0) // page_size + jnp.zeros(() if problem.page_per_tile else (block_kv,), jnp.int32)
+    unmasked_end = keys_end if row_end is None else jnp.minimum(keys_end, jnp.min(row_end))
+    num_tiles = (end - begin + block_kv - 1) // block_kv
+    columns = (begin if left is None else first_of(0)) // page_size + jnp.zeros(
+        () if problem.page_per_tile else (block_kv,), jnp.int32
+    )
     # The first entry is loaded without waiting for the length: without tokens it may be garbage, but is not used.
     entry = page_of(columns, problem.max_pages - 1)
     late_sum = block_kv if config.block_q == LATE_SUM_ROWS else None
