@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import mods
-from pallas_attn.mods import blocks, intervals, lists
+from pallas_attn.mods import bits, blocks, intervals, lists
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY, Number
 from pallas_attn.mods.trace import trace
 
@@ -120,6 +120,21 @@ def test_a_few_pairs_show_what_is_seen_in_part(monkeypatch, name):
     found = mods.block_mask(MASKS[name], q_len=LENGTH, kv_len=LENGTH, **sizes)
     want = kinds_of(dense(MASKS[name], *found.shape[:2], LENGTH, LENGTH), 128, 64)
     np.testing.assert_array_equal(found.kinds(), want)
+
+
+def test_blocks_are_looked_at_some_at_a_time(monkeypatch):
+    """Of kinds that pairs do not show, and of bits."""
+    monkeypatch.setattr(bits, "TOGETHER", 3 * 128 * 64)
+    ids = jnp.zeros(LENGTH, jnp.int32).at[jnp.array([3, 700])].set(1)
+    mask = mods.and_masks(mods.sliding_window(300), mods.documents(ids))
+    sizes = dict(q_len=LENGTH, kv_len=LENGTH - 50, block_kv=64, max_partial=60)
+    found = mods.block_mask(mask, **sizes)
+    np.testing.assert_array_equal(found.kinds(), kinds_of(dense(mask, 1, 1, LENGTH, LENGTH - 50), 128, 64))
+    monkeypatch.undo()
+    jax.clear_caches()
+    at_once, number = mods.block_mask(mask, **sizes).bits.words, (found.kinds() == blocks.PARTIAL).sum()
+    assert number == 37
+    np.testing.assert_array_equal(found.bits.words[:number], at_once[:number])
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 3, 70), (1, 2, 33, 1), (1, 1, 32, 64)])

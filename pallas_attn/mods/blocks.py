@@ -245,15 +245,13 @@ def _looked_at(
 ) -> jax.Array:
     """With those that are `left` looked at, some at a time."""
     count = min(sizes.together, kinds.size)
-    number = jnp.sum(left, dtype=jnp.int32)
-    (places,) = jnp.nonzero(left.ravel(), size=ceil_div(kinds.size, count) * count, fill_value=kinds.size)
+    places, counts = pairs.places_of(left, ceil_div(kinds.size, count) * count)
 
     def step(i: jax.Array, kinds: jax.Array) -> jax.Array:
         some = lax.dynamic_slice_in_dim(places, i * count, count)
-        inside = jnp.minimum(some, kinds.size - 1)
-        seen, real = pairs.seen_in_blocks(program, arrays, sizes, kinds.shape, inside)
+        seen, real = pairs.seen_in_blocks(program, arrays, sizes, kinds.shape, some)
         full, empty = jnp.all(seen & real, axis=(1, 2)), ~jnp.any(seen & real, axis=(1, 2))
         found = jnp.where(full, FULL, jnp.where(empty, EMPTY, PARTIAL)).astype(jnp.int8)
-        return kinds.ravel().at[some].set(found, mode="drop").reshape(kinds.shape)
+        return kinds.ravel().at[some].set(found).reshape(kinds.shape)
 
-    return lax.fori_loop(0, ceil_div(number, count), step, kinds)
+    return lax.fori_loop(0, ceil_div(counts[-1], count), step, kinds)
