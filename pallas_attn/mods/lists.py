@@ -57,7 +57,8 @@ def _placed(kinds: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     number, first = jnp.arange(words + 1, dtype=jnp.int32), jnp.arange(words, dtype=jnp.int32) * WORD
     # How many full or seen ones come before each word, and before each block.
     own = lax.population_count(packed[:2]).astype(jnp.int32)
-    before = jnp.sum(jnp.where(number[:-1] < number[:, None], own[..., None, :], 0), axis=-1)
+    earlier = jnp.where(number[:-1] < number[:, None], own[..., None, :], 0)
+    before = jnp.sum(earlier, axis=-1, dtype=jnp.int32)
     lower = (jnp.uint32(1) << bit) - 1
     here = lax.population_count(packed[:2, ..., None] & lower).astype(jnp.int32)
     full, seen = before[..., :-1, None] + here
