@@ -204,8 +204,7 @@ class _Listed(NamedTuple):
         return self._at(self.lists.order, i // tiles) * tiles + i % tiles
 
     def run(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(first tile, number of adjacent blocks) of the run at entry `i`, of the last one if there is none."""
-        i = jnp.minimum(i, np.int32(self.lists.order.shape[-1] - 1))
+        """(first tile, number of adjacent blocks) of the run at entry `i`."""
         return self._at(self.lists.order, i) * np.int32(self.tiles), self._at(self.lists.runs, i)
 
     def _at(self, ref: Any, i: jax.Array) -> jax.Array:
@@ -225,15 +224,13 @@ def _listed(listed: _Listed, other: Side, step, state) -> Any:
         held = jnp.ones(other.block, bool) if whole else tokens < other.length
         return step(state, Tile(tokens, held, True))
 
-    def over(begin, end, first_run, visit, state: Any) -> Any:
+    def over(begin, end, visit, state: Any) -> Any:
         def run(carry):
-            i, (first, blocks), state = carry
-            upcoming = listed.run(i + blocks)  # in time for the next round
-            return i + blocks, upcoming, lax.fori_loop(first, first + blocks * listed.tiles, visit, state)
+            i, state = carry
+            first, blocks = listed.run(i)
+            return i + blocks, lax.fori_loop(first, first + blocks * listed.tiles, visit, state)
 
-        return lax.while_loop(lambda carry: carry[0] < end, run, (begin, first_run, state))[-1]
+        return lax.while_loop(lambda carry: carry[0] < end, run, (begin, state))[1]
 
     full, partial = listed.ends
-    start = jnp.int32(0)
-    runs = listed.run(start), listed.run(full)
-    return over(full, partial, runs[1], masked, over(start, full, runs[0], clear, state))
+    return over(full, partial, masked, over(jnp.int32(0), full, clear, state))
