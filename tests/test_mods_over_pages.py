@@ -326,6 +326,15 @@ def test_a_window_is_walked_as_a_window():
     assert int(jnp.max(Left.of(with_sinks, 64).tiles - own)) <= 1
 
 
+@pytest.mark.parametrize("op", ["ragged", "paged", "mla"])
+def test_64_bit_types_change_nothing(op):
+    case = Case(op, mods.alibi(SLOPES), mods.sinks_and_window(8, 20), {})
+    given = inputs(op)
+    want = attend(case, given, "xla")
+    with jax.enable_x64(True):
+        all_close(attend(case, given, "xla"), want)
+
+
 @pytest.mark.once
 def test_transformations_and_gradients():
     """Of "xla", which has gradients: those of what a score_mod captures too."""
