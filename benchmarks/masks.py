@@ -81,7 +81,7 @@ def drawn(case: Case) -> tuple[jax.Array, ...]:
     )
 
 
-def ours(case: Case, given: tuple[jax.Array, ...], implementation: str | None, gradients: bool) -> Any:
+def ours(case: Case, given: tuple[jax.Array, ...], implementation: Any, gradients: bool) -> Any:
     """jax.stages.Lowered, of the arrays and the block mask, and these."""
     import pallas_attn
 

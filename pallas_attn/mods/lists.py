@@ -39,9 +39,11 @@ def _of_head(kinds: jax.Array) -> tuple[Lists, Lists]:
     place = jnp.concatenate([at.ravel() + i * kinds.size for i, (at, _, _) in enumerate(sides)])
     told = jnp.concatenate([what.reshape(-1, 2) for _, what, _ in sides])
     found = jnp.zeros_like(told).at[place].set(told, mode="promise_in_bounds", unique_indices=True)
-    halves = (found[i * kinds.size :][: kinds.size].reshape(*shape, 2) for i, shape in enumerate(shapes))
-    order, runs = zip(*(jnp.moveaxis(half, -1, 0) for half in halves), strict=True)
-    return tuple(Lists(*one) for one in zip(order, runs, (ends for _, _, ends in sides), strict=True))
+    lists = []
+    for i, (shape, (_, _, ends)) in enumerate(zip(shapes, sides, strict=True)):
+        order, runs = jnp.unstack(found[i * kinds.size :][: kinds.size].reshape(*shape, 2), axis=-1)
+        lists.append(Lists(order, runs, ends))
+    return lists[0], lists[1]
 
 
 def _placed(kinds: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -86,4 +86,5 @@ def seen(
     gap = jnp.min(jnp.where(before & ~may, begin, max_len), axis=1)
     rest = jnp.max(jnp.where(may & ~before, begin, 0), axis=1)
     first, two = jnp.minimum(first, end), jnp.sum(may & ~before, axis=1) == 2
-    return Seen(first, *(jnp.where(two, x, first) for x in (gap, rest)), end)
+    gap, rest = (jnp.where(two, x, first) for x in (gap, rest))
+    return Seen(first, gap, rest, end)

@@ -90,7 +90,8 @@ def span(
         seen_end, whole_end = (jnp.minimum(x, left.end) for x in (seen_end, whole_end))
     found = tiles((seen_from - begin, seen_end - begin), (whole_from - begin, whole_end - begin), block_kv)
     if left is not None:
-        found = Tiles(*map(left.gap_of(block_kv).without, found))
+        gap = left.gap_of(block_kv)
+        found = Tiles(*(gap.without(jnp.asarray(tile)) for tile in found))
     clear, behind, last = (tile - found.begin for tile in found[1:])
     numbers = Tiles(0, clear, behind, last)
     return Span(block_kv, numbers, jnp.asarray(found.begin), begin, seen_from, seen_end, left)
