@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import mods
-from pallas_attn.mods import blocks, intervals
+from pallas_attn.mods import bits, blocks, intervals, lists
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY, Number
 from pallas_attn.mods.trace import trace
 
@@ -112,6 +112,50 @@ def test_blocks_that_stay_open_count_as_partial_where_nobody_looks():
     assert (open_ones == np.where(np.eye(8), blocks.PARTIAL, blocks.EMPTY)).all()
 
 
+@pytest.mark.parametrize("name", ["causal in documents", "sinks and window", "prefix", "dilated"])
+def test_a_few_pairs_show_what_is_seen_in_part(monkeypatch, name):
+    """No block of these is looked at pair by pair."""
+    monkeypatch.setattr(blocks, "_looked_at", lambda *given: jnp.full_like(given[3], blocks.FULL))
+    sizes = dict(batch=2, num_heads=3, block_kv=64)
+    found = mods.block_mask(MASKS[name], q_len=LENGTH, kv_len=LENGTH, **sizes)
+    want = kinds_of(dense(MASKS[name], *found.shape[:2], LENGTH, LENGTH), 128, 64)
+    np.testing.assert_array_equal(found.kinds(), want)
+
+
+def test_blocks_are_looked_at_some_at_a_time(monkeypatch):
+    """Of kinds that pairs do not show, and of bits."""
+    monkeypatch.setattr(bits, "TOGETHER", 3 * 128 * 64)
+    ids = jnp.zeros(LENGTH, jnp.int32).at[jnp.array([3, 700])].set(1)
+    mask = mods.and_masks(mods.sliding_window(300), mods.documents(ids))
+    sizes = dict(q_len=LENGTH, kv_len=LENGTH - 50, block_kv=64, max_partial=60)
+    found = mods.block_mask(mask, **sizes)
+    np.testing.assert_array_equal(found.kinds(), kinds_of(dense(mask, 1, 1, LENGTH, LENGTH - 50), 128, 64))
+    monkeypatch.undo()
+    jax.clear_caches()
+    at_once, number = mods.block_mask(mask, **sizes).bits.words, (found.kinds() == blocks.PARTIAL).sum()
+    assert number == 37
+    np.testing.assert_array_equal(found.bits.words[:number], at_once[:number])
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 3, 70), (1, 2, 33, 1), (1, 1, 32, 64)])
+def test_lists_are_in_order_of_kinds_and_places(shape):
+    """Runs of one kind are as long as they can be."""
+    rng = np.random.default_rng(sum(shape))
+    kinds = np.where(
+        rng.integers(0, 3, shape) > 0, rng.integers(0, 3, (*shape[:-1], 1)), rng.integers(0, 3, shape)
+    )
+    both = jax.jit(lists.of_both_sides)(jnp.asarray(kinds, jnp.int8))
+    for side, found in zip((kinds, np.swapaxes(kinds, 2, 3)), both, strict=True):
+        np.testing.assert_array_equal(found.order, np.argsort(side, axis=-1, kind="stable"))
+        np.testing.assert_array_equal(
+            found.ends, np.stack([(side <= kind).sum(-1) for kind in range(2)], axis=-1)
+        )
+        for place in np.ndindex(*side.shape[:-1]):
+            row, order = side[place], np.asarray(found.order[place])
+            ends = [next((j for j in range(i, row.size) if row[j] != row[i]), row.size) for i in order]
+            np.testing.assert_array_equal(found.runs[place], ends - order)
+
+
 TOKENS = 64
 
 
@@ -205,7 +249,7 @@ def test_makes_nothing_of_the_masks_size():
                 if hasattr(inner, "eqns"):
                     yield from sizes(inner)
 
-    assert max(sizes(made.jaxpr)) <= 4 * (length // 128) ** 2
+    assert max(sizes(made.jaxpr)) <= 64 * (length // 128) ** 2
 
 
 def test_many_closures_compile_once():

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
+from lowering import lower_for_four
 from support import ON_GPU, close
 
 from pallas_attn import BlockMask, block_mask, flash_attention, mods
@@ -339,6 +341,23 @@ def test_many_closures_compile_once():
         jax.monitoring.clear_event_listeners()
     assert counts[0] > 0
     assert counts[-1] == counts[0]
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_axes_may_be_explicit(captures):
+    """What is captured may be sharded, and constants are worked out where no device is."""
+    ids = jax.ShapeDtypeStruct((2, 256), jnp.int32)
+    query = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    specs = [PartitionSpec("x", None, "y"), PartitionSpec("x")]
+
+    def attend(query, ids):
+        mask = mods.documents(ids) if captures else mods.sinks_and_window(4, 64)
+        score = (lambda score, b, h, q, k: score * ids[b, k]) if captures else mods.soft_cap(3.0)
+        return [flash_attention(query, query, query, mask_mod=mask, score_mod=score)]
+
+    assert "pallas_attn_flash_attention" in lower_for_four(
+        attend, [query, ids], specs, specs[:1], AxisType.Explicit
+    )
 
 
 def test_refusals():

@@ -238,17 +238,21 @@ def test_is_what_all_pairs_say(name, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("op", ["ragged", "paged", "mla"])
-def test_pages_that_a_mask_empties_are_anyones(op, implementation):
-    """Neither what they hold nor which they are is looked at: only what blocks of 16 that a window leaves is."""
-    case = Case(op, mods.gate(1 + SLOPES), mods.sliding_window(20), dict(causal=True) if op == "mla" else {})
+@pytest.mark.parametrize("sinks", [0, 8])
+def test_pages_that_a_mask_empties_are_anyones(op, implementation, sinks):
+    """Neither what they hold nor which they are is looked at: only what blocks of 16 that a window leaves is, and sinks
+    before it."""
+    mask = mods.sinks_and_window(sinks, 20)
+    case = Case(op, mods.gate(1 + SLOPES), mask, dict(causal=True) if op == "mla" else {})
     given = inputs(op)
     tables, pools = given.tables.copy(), tuple(pool.copy() for pool in given.pools)
     for seq, (length, q_len) in enumerate(zip(LENGTHS, given.q_lens, strict=True)):
         unseen = max(length - q_len - 20, 0) // 16 * 16 // PAGE
+        gap = np.s_[-(-sinks // 16) * 16 // PAGE : unseen]
         for pool in pools:
-            pool[tables[seq, :unseen]] = np.nan
-        tables[seq, :unseen] = BAD_ID
-    assert (tables != given.tables).sum() > 20
+            pool[tables[seq, gap]] = np.nan
+        tables[seq, gap] = BAD_ID
+    assert (tables != given.tables).sum() > 10
     found = attend(case, given._replace(tables=tables, pools=pools), implementation)
     all_close(found, expected(case, given), limit(op, implementation))
 
@@ -302,7 +306,7 @@ def test_what_is_left_holds_all_that_is_seen():
     for name, mask in (MASKS | own).items():
         left = find(_mods(mask, SEQS, ROOM), lengths, q_len, ROOM)
         seen = (np.asarray(mask(*map(jnp.asarray, at))) & real).any((1, 2))
-        inside = (at[3][0, 0] >= left.first[:, None]) & (at[3][0, 0] < left.end[:, None])
+        inside = walk.Seen(*(x[:, None] for x in left)).among(jnp.asarray(at[3][0, 0]))
         assert not (seen & ~inside).any(), name
         assert (left.end - left.first).max() <= widest.get(name, ROOM)
 
@@ -316,9 +320,18 @@ def test_a_window_is_walked_as_a_window():
     own, windows = Left.of(left, 64).tiles, plan(lengths, rules=WalkRules(1024)).num_tiles
     assert int(jnp.max(own - windows)) <= 1
     assert int(jnp.max(own)) <= 18
-    np.testing.assert_array_equal(
-        own, plan(lengths, rules=WalkRules(), left=(left.first, left.end)).num_tiles
-    )
+    np.testing.assert_array_equal(own, plan(lengths, rules=WalkRules(), left=left).num_tiles)
+    with_sinks = find(_mods(mods.sinks_and_window(4, 1023), 64, 32768), lengths, 1, 32768)
+    assert int(jnp.max(Left.of(with_sinks, 64).tiles - own)) <= 1
+
+
+@pytest.mark.parametrize("op", ["ragged", "paged", "mla"])
+def test_64_bit_types_change_nothing(op):
+    case = Case(op, mods.alibi(SLOPES), mods.sinks_and_window(8, 20), {})
+    given = inputs(op)
+    want = attend(case, given, "xla")
+    with jax.enable_x64(True):
+        all_close(attend(case, given, "xla"), want)
 
 
 @pytest.mark.once

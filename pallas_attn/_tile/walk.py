@@ -15,6 +15,49 @@ from pallas_attn._tile import masking
 from pallas_attn._tile.masking import LocalStride
 
 
+class Gap(NamedTuple):
+    """Tiles, or pages, [begin, end) that are left out."""
+
+    begin: jax.Array
+    end: jax.Array
+
+    def without(self, tile: jax.Array) -> jax.Array:
+        """Number of a tile among those that are left."""
+        return jnp.where(tile >= self.end, tile - (self.end - self.begin), jnp.minimum(tile, self.begin))
+
+    def back(self, number: jax.Array) -> jax.Array:
+        """The tile of such a number."""
+        return jnp.where(number >= self.begin, number + (self.end - self.begin), number)
+
+
+class Seen(NamedTuple):
+    """Keys [first, gap) and [rest, end) of a group of queries, or of many: arrays of as many dimensions as there are.
+    None where nobody sees any; in one piece, it is the second."""
+
+    first: jax.Array
+    gap: jax.Array
+    rest: jax.Array
+    end: jax.Array
+
+    def gap_of(self, size: int) -> Gap:
+        """Tiles of so many tokens, which begin at multiples of it, or pages, in which nobody sees any."""
+        begin = _tiles(self.gap, size)
+        return Gap(begin, jnp.maximum(self.rest // size, begin))
+
+    def first_tile(self, size: int) -> jax.Array:
+        """Its number among those that are left."""
+        return self.gap_of(size).without(self.first // size)
+
+    def num_tiles(self, size: int) -> jax.Array:
+        end = self.gap_of(size).without(_tiles(self.end, size))
+        return jnp.where(self.first < self.end, end - self.first_tile(size), 0)
+
+    def among(self, position: jax.Array) -> jax.Array:
+        """Whether somebody may see a token."""
+        inside = (position >= self.first) & (position < self.end)
+        return inside & ((position < self.gap) | (position >= self.rest))
+
+
 class Walk(NamedTuple):
     """Tiles [0, num_tiles) of `block_kv` tokens; the first `remote_tiles` are block-sparse remote ones."""
 
@@ -25,9 +68,13 @@ class Walk(NamedTuple):
     num_tiles: jax.Array
     seen_from: jax.Array
     """First token that any query sees: earlier pages may already belong to other sequences."""
+    left: Seen | None = None
+    """What a mask leaves; then `dense_start` is a number of a tile among what is left."""
 
     def start(self, tile: jax.Array) -> jax.Array:
         """First token of a tile."""
+        if self.left is not None:
+            return self.left.gap_of(self.block_kv).back(self.dense_start + tile) * self.block_kv
         dense = self.dense_start + (tile - self.remote_tiles) * self.block_kv
         if self.remote is None:
             return dense
@@ -36,6 +83,8 @@ class Walk(NamedTuple):
     def tokens(self, tile: jax.Array, seq_len: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Positions of a tile's tokens, and which of them count in this tile."""
         position = self.start(tile) + jnp.arange(self.block_kv)
+        if self.left is not None:
+            return position, self.left.among(position)
         held = masking.within(position, seq_len) & (position >= self.seen_from)
         if self.remote is not None:
             # The last period of remote blocks may overlap the local band, which is walked separately.
@@ -71,21 +120,20 @@ def plan(
     block_kv: int,
     distinct: int,
     first_offset: jax.Array | int,
-    left: tuple[jax.Array, jax.Array] | None = None,
+    left: Seen | None = None,
 ) -> Walk:
     """The walk of a sequence of (clamped) length `seq_len`, for the rows of one KV head.
 
     The number of tiles does not depend on the head, so both kernels and the schedule agree on it.
     `distinct`, `first_offset`: the group's block-sparse offsets; ignored without a pattern. `left`: where there is none
-    of these, tokens [first, end) outside of which nobody sees any, which know of the window.
+    of these, tokens that a mask leaves, which know of the window.
     """
     zero = 0 * seq_len
     # The earliest query sees furthest back.
     earliest_query = jnp.maximum(seq_len - q_len, 0)
     if left is not None:
-        seen_from, end = left
-        dense_start = seen_from // block_kv * block_kv
-        return Walk(block_kv, None, zero, dense_start, _tiles(end - dense_start, block_kv), seen_from)
+        first_tile, num_tiles = left.first_tile(block_kv), left.num_tiles(block_kv)
+        return Walk(block_kv, None, zero, first_tile, num_tiles, left.first, left)
     seen_from = masking.window_start(earliest_query, rules.sliding_window)
     pattern = rules.block_sparse
     if pattern is None:

@@ -11,8 +11,8 @@ from pallas_attn._call.sizes import ceil_div
 from pallas_attn.mods.evaluate import evaluate
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY, Program
 
-TOGETHER = 2**20
-"""Pairs that are looked at in one step."""
+TOGETHER = 2**23
+"""Pairs that are looked at in one step: a loop's next one waits for the host."""
 SIDE, THREADS, WORD = 64, 128, 32
 """A warpgroup holds scores of 64 queries and 64 keys, so many of them a thread."""
 
@@ -74,22 +74,36 @@ def of_partial(
     """Of the first `most` blocks of [batch or 1, heads or 1, blocks of queries, blocks of keys] that are `partial`."""
     most = min(most, partial.size)
     together = min(sizes.together, most)
-    of_rows = jnp.sum(partial, axis=-1, dtype=jnp.int32)
-    ends = jnp.cumsum(of_rows.ravel(), dtype=jnp.int32)
-    first = (ends - of_rows.ravel()).reshape(of_rows.shape)
     size = ceil_div(most, together) * together
-    (places,) = jnp.nonzero(partial.ravel(), size=size, fill_value=partial.size - 1)
-    lead = (sizes.block_q // SIDE, sizes.block_kv // SIDE, THREADS)
+    places, counts = places_of(partial, size)
+    of_rows = jnp.sum(partial, axis=-1, dtype=jnp.int32)
+    first = counts.reshape(partial.shape)[..., -1] - of_rows
 
-    def step(i: jax.Array, words: jax.Array) -> jax.Array:
-        some = lax.dynamic_slice_in_dim(places, i * together, together)
-        seen, real = seen_in_blocks(program, arrays, sizes, partial.shape, some)
-        return lax.dynamic_update_slice_in_dim(words, packed(seen & real), i * together, axis=0)
+    def some(i: jax.Array | int) -> jax.Array:
+        here = lax.dynamic_slice_in_dim(places, i * together, together)
+        seen, real = seen_in_blocks(program, arrays, sizes, partial.shape, here)
+        return packed(seen & real)
 
-    words = jnp.zeros((size, *lead), jnp.int32)
-    words = sharding.vary(words, sharding.varying_axes(partial, arrays))
-    words = lax.fori_loop(0, ceil_div(jnp.minimum(ends[-1], most), together), step, words)
+    if size == together:
+        return Bits(some(0)[:most], first)
+    words = jnp.zeros((size, sizes.block_q // SIDE, sizes.block_kv // SIDE, THREADS), jnp.int32)
+    words = lax.fori_loop(
+        0,
+        ceil_div(jnp.minimum(counts[-1], most), together),
+        lambda i, words: lax.dynamic_update_slice_in_dim(words, some(i), i * together, axis=0),
+        sharding.vary(words, sharding.varying_axes(partial, arrays)),
+    )
     return Bits(words[:most], first)
+
+
+def places_of(flags: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """(the places of the first `size` flags that are set, the last place of all where there are fewer; how many are set
+    up to each)."""
+    flags = flags.ravel()
+    counts = jnp.cumsum(flags, dtype=jnp.int32)
+    beyond = jnp.where(flags, counts - 1, flags.size + size)
+    places = jnp.full(size, flags.size - 1, jnp.int32)
+    return places.at[beyond].set(jnp.arange(flags.size, dtype=jnp.int32), mode="drop"), counts
 
 
 def packed(seen: jax.Array) -> jax.Array:

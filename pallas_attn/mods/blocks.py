@@ -6,39 +6,32 @@ looked at, pair by pair, and no others are; so nothing of the size of the mask i
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_attn._call import sharding
 from pallas_attn._call.checks import ArgumentChecker, is_traced
 from pallas_attn._call.sizes import ceil_div
 from pallas_attn.mods import bits as pairs
-from pallas_attn.mods import intervals
+from pallas_attn.mods import intervals, lists
 from pallas_attn.mods.bits import Bits, Sizes
+from pallas_attn.mods.evaluate import evaluate
+from pallas_attn.mods.lists import EMPTY, FULL, PARTIAL, Lists
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY, Number, Program
 from pallas_attn.mods.simplify import within
 from pallas_attn.mods.trace import trace
 
 FUNCTION = "block_mask"
-FULL, PARTIAL, EMPTY = range(3)
 SMALLEST, LARGEST = 16, 1024  # tokens of a block
 LEAST_OF_BITS = (128, 64)
 """Queries and keys of a block whose pairs have bits."""
 LONGEST = 2**30
-
-
-class Lists(NamedTuple):
-    """Of each block of one side, the blocks of the other: the full ones, then the partial, then the rest."""
-
-    order: Any
-    """[batch or 1, heads or 1, own blocks, other blocks]"""
-    runs: Any
-    """Likewise: how many blocks from here on lie side by side, so that a kernel walks over them without looking."""
-    ends: Any
-    """[batch or 1, heads or 1, own blocks, 2]: of the full ones and of the partial."""
+SPREAD = (0.0, 0.09, 0.27, 0.38, 0.59, 0.73, 0.87, 1.0)
+"""Where in a block the tokens are that are looked at first: at its ends, and at distances of many remainders."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -183,19 +176,7 @@ def _lists(
     bits = None
     if max_partial is not None:
         bits = pairs.of_partial(program, arrays, sizes, kinds == PARTIAL, max_partial)
-    return _ordered(kinds), _ordered(jnp.swapaxes(kinds, 2, 3)), bits
-
-
-def _ordered(kinds: jax.Array) -> Lists:
-    count = kinds.shape[-1]
-    keys = jnp.sort(kinds * jnp.int32(count) + jnp.arange(count, dtype=jnp.int32), axis=-1)
-    ends = [jnp.sum(kinds <= kind, axis=-1, dtype=jnp.int32) for kind in (FULL, PARTIAL)]
-    # Kinds lie further apart than blocks, but for the last of one and the first of the next.
-    order = keys % count
-    last = (jnp.diff(keys, axis=-1, append=-1) != 1) | (order == count - 1)
-    place = jnp.arange(count, dtype=jnp.int32)
-    runs = lax.cummin(jnp.where(last, place + 1, count), axis=kinds.ndim - 1, reverse=True) - place
-    return Lists(order, runs, jnp.stack(ends, axis=-1))
+    return *lists.of_both_sides(kinds), bits
 
 
 def _kinds(program: Program, arrays: tuple[jax.Array, ...], sizes: Sizes, exact: bool) -> jax.Array:
@@ -222,7 +203,15 @@ def _kinds(program: Program, arrays: tuple[jax.Array, ...], sizes: Sizes, exact:
     kinds = jnp.broadcast_to(kinds, (batch, heads, rows, columns))
     if isinstance(result, Number) or not exact:
         return kinds
-    return _decided(program, arrays, sizes, kinds, jnp.broadcast_to(~low & high, kinds.shape))
+    left = ~low & high & ~_seen_in_part(program, arrays, sizes, known, whole)
+    left = jnp.broadcast_to(left, kinds.shape)
+    kinds = sharding.vary(kinds, sharding.varying_axes(kinds, arrays))
+    return lax.cond(
+        jnp.any(left),
+        lambda kinds: _looked_at(program, arrays, sizes, kinds, left),
+        lambda kinds: kinds,
+        kinds,
+    )
 
 
 def _interval(index: jax.Array, block: int, length: int) -> intervals.Interval:
@@ -230,23 +219,39 @@ def _interval(index: jax.Array, block: int, length: int) -> intervals.Interval:
     return intervals.Interval(first, jnp.minimum(first + (block - 1), length - 1))
 
 
-def _decided(
-    program: Program, arrays: tuple[jax.Array, ...], sizes: Sizes, kinds: jax.Array, open_ones: jax.Array
+def _seen_in_part(
+    program: Program,
+    arrays: tuple[jax.Array, ...],
+    sizes: Sizes,
+    known: dict[int, intervals.Interval],
+    whole: jax.Array,
 ) -> jax.Array:
-    """With the blocks that are open looked at, some at a time."""
+    """Of all blocks: whether a few of their pairs show it. It spares looking at every pair of most that intervals leave
+    open."""
+    count = len(SPREAD)
+    at = {which: known[which].low[..., None] for which in (BATCH, HEAD)}
+    for which, block, index in (
+        (QUERY, sizes.block_q, np.repeat(range(count), count)),
+        (KEY, sizes.block_kv, np.tile(range(count), count)),
+    ):
+        ahead = np.round((block - 1) * np.asarray(SPREAD)[index]).astype(np.int32)
+        at[which] = jnp.minimum(known[which].low[..., None] + ahead, known[which].high[..., None])
+    (seen,) = evaluate(program, arrays, at)
+    return jnp.any(seen, axis=-1) & ~(jnp.all(seen, axis=-1) & whole)
+
+
+def _looked_at(
+    program: Program, arrays: tuple[jax.Array, ...], sizes: Sizes, kinds: jax.Array, left: jax.Array
+) -> jax.Array:
+    """With those that are `left` looked at, some at a time."""
     count = min(sizes.together, kinds.size)
-    number = jnp.sum(open_ones, dtype=jnp.int32)
-    (places,) = jnp.nonzero(
-        open_ones.ravel(), size=ceil_div(kinds.size, count) * count, fill_value=kinds.size
-    )
+    places, counts = pairs.places_of(left, ceil_div(kinds.size, count) * count)
 
     def step(i: jax.Array, kinds: jax.Array) -> jax.Array:
         some = lax.dynamic_slice_in_dim(places, i * count, count)
-        inside = jnp.minimum(some, kinds.size - 1)
-        seen, real = pairs.seen_in_blocks(program, arrays, sizes, kinds.shape, inside)
+        seen, real = pairs.seen_in_blocks(program, arrays, sizes, kinds.shape, some)
         full, empty = jnp.all(seen & real, axis=(1, 2)), ~jnp.any(seen & real, axis=(1, 2))
         found = jnp.where(full, FULL, jnp.where(empty, EMPTY, PARTIAL)).astype(jnp.int8)
-        return kinds.ravel().at[some].set(found, mode="drop").reshape(kinds.shape)
+        return kinds.ravel().at[some].set(found).reshape(kinds.shape)
 
-    carry = sharding.vary(kinds, sharding.varying_axes(kinds, arrays))
-    return lax.fori_loop(0, ceil_div(number, count), step, carry)
+    return lax.fori_loop(0, ceil_div(counts[-1], count), step, kinds)

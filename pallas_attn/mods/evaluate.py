@@ -45,7 +45,9 @@ class Values:
 
     def given(self, known: Mapping[int, Any]) -> "Values":
         """With these arguments' values, and all steps that hang on known ones alone."""
-        values = {**self._known, **known}
+        # Of jnp, where a user has 64-bit types on, numbers of tokens are wider.
+        narrow = {which: one if which == SCORE else one.astype(jnp.int32) for which, one in known.items()}
+        values = {**self._known, **narrow}
         for slot, step in enumerate(self.program.steps, len(VARIABLES)):
             if slot not in values and all(i in values for i in slots(step)):
                 values[slot] = self._step(step, values)

@@ -7,18 +7,17 @@ a bound beyond all tokens holds.
 import functools
 from typing import Any
 
-import jax
 import numpy as np
 
 from pallas_attn.mods import intervals
-from pallas_attn.mods.program import VARIABLES, Builder, Number, Operand, Program, Step
+from pallas_attn.mods.program import VARIABLES, Builder, Number, Operand, Program, Step, computed_now
 
 
 @functools.lru_cache(maxsize=1024)
 def within(program: Program, lengths: tuple[tuple[int, int], ...]) -> Program:
     """`lengths`: (argument, number of values from 0 on)."""
     known = {which: intervals.Interval(np.int32(0), np.int32(size - 1)) for which, size in lengths}
-    with jax.ensure_compile_time_eval():
+    with computed_now():
         found = intervals.evaluate(program, [None] * len(program.captures), known)
         bounds = [tuple(np.asarray(x) for x in one) for one in found]
     build = Builder()

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
+from pallas_attn._call import sharding
 from pallas_attn._call.checks import fail, shown
 from pallas_attn.mods.program import (
     CONVERSIONS,
@@ -98,7 +99,8 @@ class Tracer:
     def run(self, closed: ClosedJaxpr, arguments: Sequence[int]) -> Traced:
         (result,) = self.evaluate(closed, arguments)
         found = self.scalar(result)
-        arrays = tuple(jnp.asarray(array) for array in self.arrays)
+        # Any of their elements may be read anywhere.
+        arrays = tuple(sharding.whole(jnp.asarray(array), np.ndim(array)) for array in self.arrays)
         shapes = tuple(Capture(array.shape, jnp.dtype(array.dtype).name) for array in arrays)
         return Traced(self.build.only((found,), shapes), arrays)
 

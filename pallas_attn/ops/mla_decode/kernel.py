@@ -21,6 +21,7 @@ from pallas_attn._split import merge, result
 from pallas_attn._split.splits import FairSplits, ScheduledSplits, Split, each, fair
 from pallas_attn._tile import latent_tile, logits, masking, pages, rows, softmax, triton
 from pallas_attn._tile.latents import LATENT_DIM
+from pallas_attn._tile.walk import Seen
 from pallas_attn.mods.operands import NOTHING, Tile, has_mask, has_score, over_rows
 from pallas_attn.mods.program import KEY
 from pallas_attn.mods.seen import Left, of_sequences
@@ -94,15 +95,16 @@ def _sliced_kernel(refs: Operands, *out_refs, problem: Problem):
     head_block, program = triton.program_id(0), triton.program_id(1)
 
     def serve(split: Split) -> None:
+        left = None
         if refs.left is None:
             keys_end = jnp.clip(triton.load(refs.seq_lens.at[split.seq]), 0, problem.max_len)
             begin, end = (tile * problem.config.block_kv for tile in split.tiles(problem.num_tiles(keys_end)))
+            end = jnp.minimum(end, keys_end)
         else:
-            first, keys_end, tiles = (triton.load(ref.at[split.seq]) for ref in refs.left)
-            before = first // problem.config.block_kv
-            begin, end = ((before + tile) * problem.config.block_kv for tile in split.tiles(tiles))
-        _serve(refs, *out_refs, seq=split.seq, head_block=head_block, begin=begin, end=jnp.minimum(end, keys_end),
-               place=split.place, one_split=split.count == 1, problem=problem)  # fmt: skip
+            left, tiles = refs.left.load(split.seq), triton.load(refs.left.tiles.at[split.seq])
+            begin, end = (tile * problem.config.block_kv for tile in split.tiles(tiles))
+        _serve(refs, *out_refs, seq=split.seq, head_block=head_block, begin=begin, end=end,
+               place=split.place, one_split=split.count == 1, problem=problem, left=left)  # fmt: skip
 
     each(fair(problem, refs.seq_lens if refs.left is None else refs.left.tiles), problem, program, serve)
 
@@ -135,9 +137,10 @@ def _scheduled_kernel(refs: Operands, *out_refs, problem: Problem):
 
 
 def _serve(
-    refs: Operands, *out_refs, seq, head_block, begin, end, place, one_split, problem: Problem
+    refs: Operands, *out_refs, seq, head_block, begin, end, place, one_split, problem: Problem, left: Seen | None = None
 ):  # fmt: skip
-    """Attends from one block of query rows to tokens [begin, end) of a sequence and writes the result."""
+    """Attends from one block of query rows to tokens [begin, end) of a sequence and writes the result. Of what a mask
+    has `left` they count whole tiles, without those that are not walked."""
     mine = problem.rows_of(head_block)
     leading = rows.batched(mine, seq)
     # The latents before the rotary part: they are needed first.
@@ -146,7 +149,8 @@ def _serve(
     stored_len = triton.load(refs.seq_lens.at[seq])
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
     # Query token i of q_len is the sequence's token seq_len - q_len + i, and sees up to itself.
-    row_end = jnp.minimum(end, seq_len - (problem.q_len - 1) + mine.token) if problem.causal else None
+    keys_end = end if left is None else left.end
+    row_end = jnp.minimum(keys_end, seq_len - (problem.q_len - 1) + mine.token) if problem.causal else None
     where = query, refs, seq, mine.kv_head, begin, end, row_end, problem
     if problem.transposed:
         state, bad = transposed.walk_tokens(*where)
@@ -155,7 +159,7 @@ def _serve(
         if refs.mods is not None:
             query_at = seq_len - problem.q_len + mine.token
             mods = over_rows(refs.mods, refs.captured, seq, mine, query_at, problem.max_len)
-        state, bad = _walk_tokens(*where, mods)
+        state, bad = _walk_tokens(*where, mods, left)
     out, lse = softmax.finish(softmax.natural(state, 1.0 if has_score(refs.mods) else softmax.LN_2))
     done = result.Result(mine, leading, problem.latent_chunks, out, lse).poisoned(
         bad | (stored_len != seq_len)
@@ -164,21 +168,24 @@ def _serve(
 
 
 def _walk_tokens(
-    query, refs: Operands, seq, kv_head, begin, end, row_end, problem: Problem, mods: Tile
+    query, refs: Operands, seq, kv_head, begin, end, row_end, problem: Problem, mods: Tile, left: Seen | None
 ):  # fmt: skip
     """Online softmax of queries [block_q, 512 + 64], in chunks, over tokens [begin, end) of a sequence; also whether
     any token's page id was invalid. `row_end` [block_q] is the end of what each row sees; None: `end` for all."""
     pool, config = problem.pool, problem.config
     block_kv, page_size = config.block_kv, pool.page_size
-    last_column = jnp.maximum(end - 1, 0) // page_size
-    first_key = None if refs.left is None else triton.load(refs.left.first.at[seq])
+    keys_end = end if left is None else left.end
+    last_column = jnp.maximum(keys_end - 1, 0) // page_size
+
+    def first_of(i) -> jax.Array:
+        """First token of the i-th tile."""
+        if left is None:
+            return begin + i * block_kv
+        number = left.first_tile(block_kv) + begin // block_kv + i
+        return left.gap_of(block_kv).back(number) * block_kv
 
     def page_of(column, last) -> jax.Array:
-        column = jnp.minimum(column, last)
-        if first_key is not None:
-            # Of a tile some tokens may lie in pages before the first that is read.
-            column = jnp.minimum(jnp.maximum(column, first_key // page_size), problem.max_pages - 1)
-        return pages.look_up(refs.block_tables, seq, column)
+        return pages.look_up(refs.block_tables, seq, jnp.minimum(column, last))
 
     def elements(first, page, held, chunk) -> jax.Array:
         if problem.page_per_tile:
@@ -201,18 +208,20 @@ def _walk_tokens(
 
     def step(i, carry):
         state, bad, entry = carry
-        first = begin + i * block_kv
+        first = first_of(i)
         position = first + jnp.arange(block_kv)
         if problem.page_per_tile:
             # The next tile's page is looked up one step ahead, off the critical path.
-            next_entry = page_of((first + block_kv) // page_size, last_column)
+            following = first + block_kv if left is None else first_of(i + 1)
+            next_entry = page_of(following // page_size, last_column)
         else:
             entry = next_entry = page_of(position // page_size, last_column)
         usable = masking.usable_pages(entry, pool.num_pages)
-        held = masking.within(position, end) & usable
-        if first_key is not None:
-            held &= position >= first_key
-        bad |= ~usable if problem.page_per_tile else jnp.min(usable.astype(jnp.int32)) == 0
+        mine = masking.within(position, keys_end) if left is None else left.among(position)
+        held = mine & usable
+        # Of a tile some tokens may lie in pages that are anyone's.
+        known = usable if left is None or problem.page_per_tile else usable | ~mine
+        bad |= ~known if problem.page_per_tile else jnp.min(known.astype(jnp.int32)) == 0
         page = jnp.where(usable, entry, 0)
         read = functools.partial(elements, first, page, held)
         keys = latent_tile.read(read, refs.latent_cache.dtype, problem.latent_chunks)
@@ -230,7 +239,8 @@ def _walk_tokens(
             # logits feed the next product: it would give that product's layout, with all warps along the rows, to
             # both, and with 64 rows the second half of the warps would only repeat what the first half computes.
             clear = (first + block_kv <= unmasked_end) & ~bad
-            clear = clear if first_key is None else clear & (first >= first_key)
+            if left is not None:
+                clear &= (first >= left.first) & ((first + block_kv <= left.gap) | (first >= left.rest))
             tile = lax.cond(clear, lambda: tile_logits(keys, position), masked_logits)
         state, weights = softmax.rescale(state, tile, factor)
         weights = weights.astype(keys[0].dtype)
@@ -238,9 +248,11 @@ def _walk_tokens(
         acc = tuple(acc + triton.dot(weights, chunk) for acc, chunk in zip(state.acc, values, strict=True))
         return state._replace(acc=acc), bad, next_entry
 
-    unmasked_end = end if row_end is None else jnp.minimum(end, jnp.min(row_end))
+    unmasked_end = keys_end if row_end is None else jnp.minimum(keys_end, jnp.min(row_end))
     num_tiles = (end - begin + block_kv - 1) // block_kv
-    columns = begin // page_size + jnp.zeros(() if problem.page_per_tile else (block_kv,), jnp.int32)
+    columns = (begin if left is None else first_of(0)) // page_size + jnp.zeros(
+        () if problem.page_per_tile else (block_kv,), jnp.int32
+    )
     # The first entry is loaded without waiting for the length: without tokens it may be garbage, but is not used.
     entry = page_of(columns, problem.max_pages - 1)
     late_sum = block_kv if config.block_q == LATE_SUM_ROWS else None

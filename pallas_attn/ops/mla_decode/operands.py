@@ -23,7 +23,7 @@ class Operands:
     )
     """Of the score_mod, what has gradients."""
     mods: Mods | None = dims(lambda self: self.mods.dims(), default=None)
-    left: Left | None = dims(("seqs", "seqs", "seqs"), default=None)
+    left: Left | None = dims(("seqs",) * len(Left._fields), default=None)
     """What the mask_mod leaves of each sequence, once that is known."""
     scale: float
     causal: bool

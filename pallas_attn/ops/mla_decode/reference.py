@@ -7,6 +7,7 @@ from pallas_attn._call.pools import table_tokens
 from pallas_attn._split import page_loop
 from pallas_attn._tile import masking, softmax
 from pallas_attn._tile.latents import BYTES, LATENT_DIM
+from pallas_attn._tile.walk import Seen
 from pallas_attn.mods.operands import has_mask, over_arrays
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY
 from pallas_attn.mods.seen import of_sequences
@@ -22,7 +23,7 @@ class Rule(page_loop.Rule):
     def held(self, of: page_loop.Sequences, position: jax.Array, held: jax.Array) -> jax.Array:
         if (left := of.others["left"]) is None:
             return held
-        return held & (position >= left.first[:, None]) & (position < left.end[:, None])
+        return held & Seen(*(x[:, None] for x in left)).among(position)
 
     def logits(self, floats, of: page_loop.Sequences, keys, position, seen) -> jax.Array:
         logits = jnp.einsum("bhrd,bhkd->bhrk", floats.rows, keys, precision="highest")

@@ -133,8 +133,8 @@ def _serve(
     query_at = seq_len - problem.q_len + mine.token
     left, keys_end = None, seq_len
     if refs.left is not None:
-        left = triton.load(refs.left.first.at[seq]), triton.load(refs.left.end.at[seq])
-        keys_end = left[1]
+        left = refs.left.load(seq)
+        keys_end = left.end
     tiles = problem.walk(seq_len, mine.kv_head, left)
     begin, end = split.tiles(tiles.num_tiles)
     # With few rows there are registers for late sums, and tokens are spread over warps, so a sum would be a barrier.

@@ -26,7 +26,7 @@ class Problem(SplitKVProblem):
         self,
         seq_len: jax.Array,
         kv_head: jax.Array | int = 0,
-        left: tuple[jax.Array, jax.Array] | None = None,
+        left: walk.Seen | None = None,
     ) -> walk.Walk:
         pattern = self.rules.block_sparse
         return walk.plan(

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from pallas_attn._call.pools import table_tokens
 from pallas_attn._split import page_loop
 from pallas_attn._tile import logits, masking, quantization, softmax, tree
+from pallas_attn._tile.walk import Seen
 from pallas_attn.mods.operands import NOTHING, Mods, Tile, has_mask, over_arrays
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY
-from pallas_attn.mods.seen import Seen, of_sequences
+from pallas_attn.mods.seen import of_sequences
 from pallas_attn.ops.paged_attention.operands import Operands
 
 
@@ -42,7 +43,7 @@ class Rule(page_loop.Rule):
 
     def held(self, of: page_loop.Sequences, position: jax.Array, held: jax.Array) -> jax.Array:
         if (left := of.others.left) is not None:
-            held &= (position >= left.first[:, None]) & (position < left.end[:, None])
+            held &= Seen(*(x[:, None] for x in left)).among(position)
         if self.rules.block_sparse is None:
             return held
         # What no head keeps is skipped: its pages may belong to others.

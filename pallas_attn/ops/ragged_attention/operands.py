@@ -7,9 +7,9 @@ from pallas_attn._call.pools import DIMS, SCALE_DIMS, PoolShape, Which, key_pool
 from pallas_attn._split.problem import PagedCall
 from pallas_attn._tile.latents import LATENT_DIM
 from pallas_attn._tile.masking import Rules
+from pallas_attn._tile.walk import Seen
 from pallas_attn._types import Array
 from pallas_attn.mods.operands import Mods, captured_dims
-from pallas_attn.mods.seen import Seen
 
 LENGTHS = ("seq_lens", "cu_q_lens", "num_seqs", "sliding_window", "num_blocks", "cuts", "seen")
 """By which programs find their work."""
@@ -54,7 +54,7 @@ class Operands:
     )
     """Of the score_mod, what has gradients."""
     mods: Mods | None = dims(lambda self: self.mods.dims(), default=None)
-    seen: Seen | None = dims(("blocks", "blocks"), default=None)
+    seen: Seen | None = dims(("blocks",) * len(Seen._fields), default=None)
     """Of each block of query rows of a launch, by `Ragged.first_place`: the keys that the mask_mod leaves."""
     layout: str
     scale: float

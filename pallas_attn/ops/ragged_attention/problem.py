@@ -11,6 +11,7 @@ import numpy as np
 from pallas_attn._call.sizes import ceil_div
 from pallas_attn._split.problem import PagedCall, SplitKVProblem
 from pallas_attn._tile import masking, triton
+from pallas_attn._tile.walk import Seen
 from pallas_attn.ops.ragged_attention.blocks import CUTS, TOTAL, Block, Lens, Ragged
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig, RaggedTiles
 from pallas_attn.ops.ragged_attention.operands import Operands
@@ -203,15 +204,15 @@ class Problem(PagedCall):
     def is_tree(self, block: Block) -> jax.Array:
         return block.q_len <= self.max_tree
 
-    def keys_left(self, block: Block) -> tuple[jax.Array, jax.Array] | None:
-        """[first, end) of the keys that a mask leaves a block; None: all."""
+    def keys_left(self, block: Block) -> Seen | None:
+        """The keys that a mask leaves a block; None: all."""
         if self.seen is None:
             return None
         place = (
             self.ragged.first_place(block.seq, block.first_token, self.rows) + block.first_row // self.rows
         )
         place = jnp.minimum(place, self.ragged.places(self.rows) - 1)
-        return triton.load(self.seen.first.at[place]), triton.load(self.seen.end.at[place])
+        return Seen(*(triton.load(ref.at[place]) for ref in self.seen))
 
     def spans(self, block: Block, in_pages: jax.Array, seq_len: jax.Array) -> list[Span]:
         """The tiles that a block walks: of the pages and, if they are outside of these, of the new tokens."""

@@ -17,6 +17,7 @@ from pallas_attn._call.pools import table_tokens
 from pallas_attn._split import page_loop
 from pallas_attn._tile import logits, masking, quantization, softmax, tree
 from pallas_attn._tile.layout import moved
+from pallas_attn._tile.walk import Seen
 from pallas_attn.mods.operands import Mods, Tile, has_mask, over_arrays
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY
 from pallas_attn.mods.seen import seen as keys_left
@@ -48,6 +49,8 @@ class Others(NamedTuple):
     mods: Mods | None
     seq: jax.Array
     """[blocks]"""
+    left: Seen | None
+    """What the mask_mod leaves of each block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +67,10 @@ class Rule(page_loop.Rule):
         """[num_heads] -> [num_kv_heads, rows, 1]"""
         per_token = jnp.broadcast_to(per_head, (1, self.tokens, self.num_heads))
         return page_loop.pack(per_token, self.pool.num_kv_heads)[0, ..., None]
+
+    def held(self, of: page_loop.Sequences, position: jax.Array, held: jax.Array) -> jax.Array:
+        left = of.others.left
+        return held if left is None else held & Seen(*(x[:, None] for x in left)).among(position)
 
     def drafts(self, of: page_loop.Sequences, position: jax.Array) -> tree.Tree | None:
         """The tree between all rows and the keys at `position`; rows of other blocks are causal."""
@@ -172,13 +179,14 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
             jnp.where(is_tree, length, jnp.clip(before + last + 1, 0, length)) if operands.causal else length
         )
         ends = jnp.where((blocks.first < blocks.q_len) & ~blocks.is_padding & ~skipped, ends, 0)
-        others = Others(by_row(query_at), traced_window, drafts(before, query_at), operands.mods, seq)
         earliest = jnp.where(is_tree, before, query_at[:, 0])
         seen_from = masking.window_start(jnp.maximum(earliest, 0), window)
+        left = None
         if has_mask(operands.mods) and operands.mods is not None:
             newest = jnp.maximum(before + last, query_at[:, 0])
             left = keys_left(operands.mods, seq, (query_at[:, 0], newest), length, max_len)
             seen_from, ends = jnp.maximum(seen_from, left.first), jnp.minimum(ends, left.end)
+        others = Others(by_row(query_at), traced_window, drafts(before, query_at), operands.mods, seq, left)
         return page_loop.attend(rule, floats, pools, page_loop.Sequences(tables, ends, seen_from, others))
 
     static = function, pool, operands.layout, operands.value_dim, rules, operands.scale, per_block, num_heads

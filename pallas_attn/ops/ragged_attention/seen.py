@@ -2,8 +2,9 @@
 
 import jax.numpy as jnp
 
+from pallas_attn._tile.walk import Seen
 from pallas_attn.mods.operands import has_mask
-from pallas_attn.mods.seen import Seen, seen
+from pallas_attn.mods.seen import seen
 from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.ops.ragged_attention.problem import Problem
 

@@ -45,10 +45,15 @@ class Pages:
         page_size = self._problem.pool.page_size
         first = jnp.maximum(span.start(begin), span.seen_from) // page_size
         last = ceil_div(jnp.minimum(span.start(end), span.end), page_size)
+        gap = None if span.left is None else span.left.gap_of(page_size)
+        if gap is not None:
+            first, last = gap.without(first), gap.without(last)
 
         def look(i, bad):
             column = first + i * CHECKED_IDS + jnp.arange(CHECKED_IDS)
-            page = pages.look_up(self._refs.block_tables, self._seq, column, mask=column < last, other=0)
+            mask = column < last
+            column = column if gap is None else gap.back(column)
+            page = pages.look_up(self._refs.block_tables, self._seq, column, mask=mask, other=0)
             return bad | (~masking.usable_pages(page, self._problem.pool.num_pages)).astype(jnp.int32)
 
         steps = ceil_div(jnp.maximum(last - first, 0), CHECKED_IDS)

@@ -13,6 +13,7 @@ from jax import lax
 
 from pallas_attn._tile import masking
 from pallas_attn._tile.band import Tiles, tiles
+from pallas_attn._tile.walk import Seen
 
 
 class Span(NamedTuple):
@@ -27,6 +28,8 @@ class Span(NamedTuple):
     seen_from: jax.Array
     end: jax.Array
     """Positions [seen_from, end) are seen by some row."""
+    left: Seen | None = None
+    """What a mask leaves of them; tiles that it empties have no number."""
 
     @property
     def count(self) -> jax.Array:
@@ -34,10 +37,14 @@ class Span(NamedTuple):
 
     def start(self, tile: jax.Array) -> jax.Array:
         """Position of a tile's first token."""
-        return self.origin + (self.first_tile + tile) * self.block_kv
+        number = self.first_tile + tile
+        if self.left is not None:
+            number = self.left.gap_of(self.block_kv).back(number)
+        return self.origin + number * self.block_kv
 
     def held(self, position: jax.Array) -> jax.Array:
-        return (position >= self.seen_from) & (position < self.end)
+        held = (position >= self.seen_from) & (position < self.end)
+        return held if self.left is None else held & self.left.among(position)
 
     def walk(self, state: Any, begin, end, step: Callable[..., Any], ahead: Callable[[Any], Any]) -> Any:
         """`state` after step(tile, state, ready) for the tiles in [begin, end): first those that every row sees whole,
@@ -66,12 +73,12 @@ def span(
     window: int | jax.Array | None,
     block_kv: int,
     seen_by_all: jax.Array | None = None,
-    left: tuple[jax.Array, jax.Array] | None = None,
+    left: Seen | None = None,
 ) -> Span:
     """For queries at positions [first_query, last_query] over keys at [begin, end).
 
     seen_by_all: end of the positions that causal queries all see; None: up to the first one itself.
-    left: of all positions, those [first, end) that a mask leaves; None: all.
+    left: those that a mask leaves, where `begin` is 0; None: all.
     """
     seen_end = jnp.clip(last_query + 1, begin, end) if causal else end
     seen_by_all = first_query + 1 if seen_by_all is None else seen_by_all
@@ -79,8 +86,12 @@ def span(
     seen_from = jnp.maximum(masking.window_start(first_query, window), begin)
     whole_from = jnp.maximum(masking.window_start(last_query, window), begin)
     if left is not None:
-        seen_from, whole_from = (jnp.maximum(x, left[0]) for x in (seen_from, whole_from))
-        seen_end, whole_end = (jnp.minimum(x, left[1]) for x in (seen_end, whole_end))
+        seen_from, whole_from = jnp.maximum(seen_from, left.first), jnp.maximum(whole_from, left.rest)
+        seen_end, whole_end = (jnp.minimum(x, left.end) for x in (seen_end, whole_end))
     found = tiles((seen_from - begin, seen_end - begin), (whole_from - begin, whole_end - begin), block_kv)
+    if left is not None:
+        gap = left.gap_of(block_kv)
+        found = Tiles(*(gap.without(jnp.asarray(tile)) for tile in found))
     clear, behind, last = (tile - found.begin for tile in found[1:])
-    return Span(block_kv, Tiles(0, clear, behind, last), jnp.asarray(found.begin), begin, seen_from, seen_end)
+    numbers = Tiles(0, clear, behind, last)
+    return Span(block_kv, numbers, jnp.asarray(found.begin), begin, seen_from, seen_end, left)

@@ -1,0 +1,224 @@
+"""Masks and scores of one's own, beside torch's compiled flex_attention.
+
+    python benchmarks/masks.py                           # causal, documents, window and ALiBi at 2k, 4k and 16k
+    python benchmarks/masks.py --seconds 150             # ends by then, with what there is
+    python benchmarks/masks.py --tiny                    # anywhere, in seconds, without torch, to try it
+
+16 heads of 128 in bf16, 16k tokens in all; forward, and forward with gradients. The block mask is given to either side,
+made before: what that takes is no part of a call. torch's function is compiled for its sizes alone (dynamic=False), and
+once for both: its forward saves what gradients need, as ours does not have to.
+
+How it measures: outputs and gradients of all are compared with those of the first, and one that is further apart than
+rounding is WRONG. Then they take turns, round by round, each second round in reverse; a turn is several calls, one
+behind the other. Printed are medians, and of each round's ratio to flex_attention. The last line has the geometric
+mean of all.
+"""
+
+import argparse
+import functools
+import importlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import baselines
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+TOKENS, HEADS, DIM = 16384, 16, 128
+LENGTHS = (16384, 4096, 2048)
+DOCUMENTS, WINDOW = 8, 1024
+ERROR = 2e-2  # in norm
+CALLS, ROUNDS = 8, 5
+
+
+class Case(NamedTuple):
+    name: str
+    batch: int
+    length: int
+    heads: int
+    dim: int
+    documents: np.ndarray
+    """[length], ascending ids."""
+
+    @property
+    def slopes(self) -> np.ndarray:
+        return (2.0 ** (-8 * np.arange(1, self.heads + 1) / self.heads)).astype(np.float32)
+
+    def functions(self, arrays: Any) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+        """(mask_mod, score_mod), of jnp or torch, which capture `arrays`: documents and slopes."""
+        documents, slopes = arrays
+
+        def alibi(score, b, h, q, k):
+            return score - slopes[h] * (q - k)
+
+        masks = {
+            "documents": lambda b, h, q, k: documents[q] == documents[k],
+            "window": lambda b, h, q, k: (k <= q) & (q - k < WINDOW),
+        }
+        causal = lambda b, h, q, k: k <= q  # noqa: E731
+        return masks.get(self.name, causal), alibi if self.name == "ALiBi" else None
+
+
+def cases(tokens: int, lengths: tuple[int, ...], heads: int, dim: int) -> Iterator[Case]:
+    rng = np.random.default_rng(0)
+    for length in lengths:
+        cuts = np.sort(rng.choice(np.arange(1, length), DOCUMENTS - 1, replace=False))
+        ids = np.searchsorted(cuts, np.arange(length), side="right").astype(np.int32)
+        for name in ("causal", "documents", "window", "ALiBi"):
+            yield Case(name, tokens // length, length, heads, dim, ids)
+
+
+def drawn(case: Case) -> tuple[jax.Array, ...]:
+    """Query, key, value and the output's gradient, [batch, tokens, heads, dim]."""
+    shape = case.batch, case.length, case.heads, case.dim
+    return tuple(
+        jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 4)
+    )
+
+
+def ours(case: Case, given: tuple[jax.Array, ...], implementation: Any, gradients: bool) -> Any:
+    """jax.stages.Lowered, of the arrays and the block mask, and these."""
+    import pallas_attn
+
+    mask, score = case.functions((jnp.asarray(case.documents), jnp.asarray(case.slopes)))
+    blocks = jax.jit(lambda: pallas_attn.block_mask(mask, q_len=case.length, kv_len=case.length))()
+
+    def attend(blocks, *given):
+        return pallas_attn.flash_attention(
+            *given, block_mask=blocks, score_mod=score, implementation=implementation
+        )
+
+    def both(blocks, *given):
+        out, pull = jax.vjp(functools.partial(attend, blocks), *given[:3])
+        return out, *pull(given[3])
+
+    given = given if gradients else given[:3]
+    return jax.jit(both if gradients else attend).lower(blocks, *given), (blocks, *given)
+
+
+class Torch:
+    """flex_attention, as its users call it."""
+
+    def __init__(self, case: Case, given: tuple[jax.Array, ...]):
+        self.torch = importlib.import_module("torch")
+        importlib.import_module(
+            "torch._dynamo"
+        ).reset()  # or the ninth case is not compiled, and nobody says so
+        flex = importlib.import_module("torch.nn.attention.flex_attention")
+        arrays = [self.torch.tensor(x, device="cuda") for x in (case.documents, case.slopes)]
+        mask, self.score = case.functions(arrays)
+        self.blocks = flex.create_block_mask(mask, None, None, case.length, case.length, device="cuda")
+        self.attend = self.torch.compile(flex.flex_attention, dynamic=False)
+        tensors = baselines.as_tensors(given)
+        self.given = [x.transpose(1, 2).contiguous().requires_grad_(i < 3) for i, x in enumerate(tensors)]
+
+    def forward(self) -> Any:
+        return self.attend(*self.given[:3], score_mod=self.score, block_mask=self.blocks)
+
+    def both(self) -> tuple[Any, ...]:
+        out = self.forward()
+        return out, *self.torch.autograd.grad(out, self.given[:3], self.given[3])
+
+    def wait(self, result: Any) -> None:
+        self.torch.cuda.synchronize()
+
+    def arrays(self, result: Any) -> list[np.ndarray]:
+        results = result if isinstance(result, tuple) else (result,)
+        return [x.detach().transpose(1, 2).float().cpu().numpy() for x in results]
+
+
+class Contender(NamedTuple):
+    call: Callable[[], Any]
+    wait: Callable[[Any], Any]
+    arrays: Callable[[Any], list[np.ndarray]]
+
+
+def as_numpy(result: Any) -> list[np.ndarray]:
+    return [np.asarray(x, np.float32) for x in jax.tree.leaves(result)]
+
+
+def apart(got: list[np.ndarray], want: list[np.ndarray]) -> float:
+    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(got, want, strict=True))
+
+
+def turn(contender: Contender, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = contender.call()
+    contender.wait(result)
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def race(contenders: dict[str, Contender], calls: int) -> dict[str, list[float]]:
+    """Microseconds of each round; wrong ones have none."""
+    first, times = None, {}
+    for name, one in contenders.items():
+        found = one.arrays(one.call())
+        first = found if first is None else first
+        if not (error := apart(found, first)) < ERROR:  # NaN is wrong
+            print(f"  {name}: WRONG, {error:.1e} apart", flush=True)
+            continue
+        times[name] = []
+        turn(one, calls)
+    for i in range(ROUNDS):
+        for name in list(times)[:: 1 if i % 2 == 0 else -1]:
+            times[name].append(turn(contenders[name], calls))
+    return times
+
+
+def measured(case: Case, made: dict[bool, tuple[Future, Any]], with_torch: bool, calls: int) -> list[float]:
+    """Prints a case's lines; ratios of flex_attention's time to ours."""
+    peer, ratios = Torch(case, drawn(case)) if with_torch else None, []
+    for gradients, (executable, arrays) in made.items():
+        run = functools.partial(executable.result(), *arrays)
+        contenders = {"ours": Contender(run, jax.block_until_ready, as_numpy)}
+        if peer is not None:
+            contenders["flex"] = Contender(peer.both if gradients else peer.forward, peer.wait, peer.arrays)
+        times = race(contenders, calls)
+        line = [f"{name} {statistics.median(each):.0f} us" for name, each in times.items()]
+        if len(times) == 2:
+            ratios.append(statistics.median(b / a for a, b in zip(*times.values(), strict=True)))
+            line.append(f"{ratios[-1]:.2f}")
+        what = "both" if gradients else "forward"
+        print(f"{case.batch} x {case.length:5d} {case.name:9s} {what:7s}  {', '.join(line)}", flush=True)
+    return ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no case begins after so many")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, by plain jnp, without torch")
+    chosen = parser.parse_args()
+    start = time.monotonic()
+    baselines.search_folders()
+    reason = "tiny" if chosen.tiny else baselines.torch_on_gpu()
+    print(jax.devices()[0].device_kind, "jax", jax.__version__, reason or "", flush=True)
+    every = list(cases(256, (256, 128), 2, 16) if chosen.tiny else cases(TOKENS, LENGTHS, HEADS, DIM))
+    ratios = []
+    with ThreadPoolExecutor() as pool:
+        made = []
+        for case in every:
+            lowered = (
+                ours(case, drawn(case), "xla" if chosen.tiny else None, both) for both in (False, True)
+            )
+            made.append(
+                {i > 0: (pool.submit(one.compile), arrays) for i, (one, arrays) in enumerate(lowered)}
+            )
+        for case, one in zip(every, made, strict=True):
+            if time.monotonic() - start < chosen.seconds:
+                ratios += measured(case, one, reason is None, 1 if chosen.tiny else CALLS)
+    if ratios:
+        print(
+            f"geometric mean {statistics.geometric_mean(ratios):.2f}, least {min(ratios):.2f}, of {len(ratios)}"
+        )
+
+
+if __name__ == "__main__":
+    main()

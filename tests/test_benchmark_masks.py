@@ -1,0 +1,31 @@
+"""benchmarks/masks.py: who is timed, and which functions."""
+
+import masks
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.once
+
+
+def test_wrong_results_are_not_timed(capsys):
+    def contender(value):
+        return masks.Contender(lambda: value, lambda result: None, lambda result: [np.full(3, result)])
+
+    results = {"first": 1.0, "near": 1.001, "far": 1.1, "nowhere": float("nan")}
+    times = masks.race({name: contender(value) for name, value in results.items()}, calls=2)
+    assert list(times) == ["first", "near"]
+    assert {len(each) for each in times.values()} == {masks.ROUNDS}
+    assert "far: WRONG" in capsys.readouterr().out
+
+
+def test_each_function_is_what_its_name_says():
+    found = {}
+    for case in masks.cases(2048, (2048,), 4, 16):
+        mask, score = case.functions((case.documents, case.slopes))
+        at = np.arange(2048)
+        found[case.name] = np.broadcast_to(mask(0, 0, at[:, None], at[None]), (2048, 2048)).sum(axis=1)
+        assert (score is None) == (case.name != "ALiBi")
+    np.testing.assert_array_equal(found["causal"], at + 1)
+    np.testing.assert_array_equal(found["ALiBi"], at + 1)
+    np.testing.assert_array_equal(found["window"], np.minimum(at + 1, 1024))
+    np.testing.assert_array_equal(found["documents"], np.bincount(case.documents)[case.documents])
