@@ -11,8 +11,8 @@ namespace pallas_attn::attention {
 
 constexpr int kUniteWarps = 8;
 
-// Where rows up to this one begin, or end: the farthest place. A row that begins before it would have the room
-// of another.
+// Where rows up to this one begin, or end: the farthest place. A row that begins before it would have the
+// room of another.
 __device__ __forceinline__ int farthest_before(const int* pointers, int row, int lane) {
   int farthest = 0;
   for (int i = lane; i <= row; i += 32) farthest = max(farthest, __ldg(pointers + i));
