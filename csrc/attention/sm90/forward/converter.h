@@ -232,9 +232,9 @@ class Converter {
   }
   __device__ __forceinline__ auto& own_scales() {
     if constexpr (kOfKeys) {
-      return smem_.raw.next_key_scales;
+      return smem_.scales.next_keys;
     } else {
-      return smem_.raw.value_scales;
+      return smem_.scales.values;
     }
   }
 

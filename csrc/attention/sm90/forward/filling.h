@@ -25,7 +25,7 @@ class Filling {
   }
   // Of a cache of bytes: the keys' own.
   __device__ float (&scales())
-      [Shape::kKeys] { return smem_.raw.key_scales[stage_]; } __device__ uint64_t* full() {
+      [Shape::kKeys] { return smem_.scales.keys[stage_]; } __device__ uint64_t* full() {
     return &ring().full[stage_][0];
   }
   __device__ void wait_until_empty() { ptx::mbarrier_wait(&ring().empty[stage_][0], phases_.empty(stage_)); }

@@ -56,12 +56,12 @@ struct ListedTile : Tile {
 
 // What keys of a cache of bytes are multiplied by, and values, where that differs in a tile.
 template <typename Shape, Feed kFeed>
-struct RawKeysAndValues {};
+struct TileScales {};
 template <typename Shape>
-struct RawKeysAndValues<Shape, Feed::kConverted> {
-  float key_scales[Shape::kKeyStages][Shape::kKeys];
-  float next_key_scales[2][Shape::kKeys];
-  float value_scales[2][Shape::kKeys];
+struct TileScales<Shape, Feed::kConverted> {
+  float keys[Shape::kKeyStages][Shape::kKeys];
+  float next_keys[2][Shape::kKeys];
+  float values[2][Shape::kKeys];
 };
 
 template <typename Shape>
@@ -78,7 +78,7 @@ struct alignas(1024) SmemPlan {
     return reinterpret_cast<SwizzledPiece<kFragmentRows>&>(sQ[slot][piece][warpgroup * kFragmentRows]);
   }
 
-  RawKeysAndValues<Shape, Shape::kFeed> raw;
+  TileScales<Shape, Shape::kFeed> scales;
 
   using Told = std::conditional_t<Shape::kListed, ListedTile, Tile>;
   Told tiles[kToldTiles];
