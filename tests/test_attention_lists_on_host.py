@@ -224,6 +224,19 @@ def test_rows_of_a_layout_that_cannot_be_right_are_nan_and_no_others(program, q_
     np.testing.assert_array_equal(np.float32(out[0, ~bad]), np.float32(good[0, ~bad]))
 
 
+def test_united_rows_do_not_write_over_each_other_where_pointers_descend(program):
+    case = BlockSparseCase(((256, 256),), 1, 1, 64, "dense", 64, 64)
+    _, arrays, listed, sizes = sent(case)
+    good, _ = run(program, arrays, (listed, sizes), case.dtype, 0.125, seqs=1)
+    pointers, columns = (x.copy() for x in listed[2:])
+    pointers[0] = 0, 1, 0, 3, 6  # rows 2 and 3 list block 0, where row 0 does
+    columns[0, :6] = 0, 1, 2, 0, 1, 3
+    out, lse = run(program, arrays, ([*listed[:2], pointers, columns], sizes), case.dtype, 0.125, seqs=1)
+    np.testing.assert_array_equal(np.float32(out[0, :64]), np.float32(good[0, :64]))
+    assert np.isnan(np.float32(out[0, 64:192])).all()
+    assert np.isfinite(lse[0, 192:]).all()
+
+
 @pytest.mark.parametrize("block", [128, 64])
 def test_neighbours_may_be_nan(program, block):
     """Keys behind a sequence's last, in its last block, are another's: what is masked is zero, but zero times NaN is

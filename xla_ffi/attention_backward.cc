@@ -143,9 +143,7 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
   params.softcap = softcap;
   params.element = dtype == DataType::BF16 ? ElementType::kBfloat16 : ElementType::kFloat16;
 
-  const DeviceGuard guard(device);
-  if (!guard.status().ok()) return to_error(kName, guard.status());
-  return to_error(kName, attention::sm90::backward::launch_backward(params, stream));
+  return launched(kName, device, stream, attention::sm90::backward::launch_backward, params);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include "attention/params.h"
 #include "attention/prepare/prepare.h"
 #include "attention/sm90/forward/launch.h"
+#include "attention_call.h"
 #include "attention_heads.h"
 #include "checks.h"
 #include "common/math.h"
@@ -51,26 +52,24 @@ ffi::Error attention_forward(
   check.array("value", value, values.shape(), {stored});
   Heads outs = queries;
   outs.dim = values.dim;
-  Heads lses = {queries.batch, queries.tokens, queries.heads, 0, lse_heads_first};
+  const Heads lses = {queries.batch, queries.tokens, queries.heads, 0, lse_heads_first};
   check.array("key", key, {-1, -1, -1, queries.dim}, {stored});
-  check.array("out", *out, outs.shape(), {dtype});
-  check.array("lse", *lse, lses.shape(), {DataType::F32});
-  const std::vector<int64_t> none = {0};
-  check.array("rest", *rest, rest->element_count() == 0 ? none : lses.shape(), {DataType::F32});
-  check.array("low", *low, low->element_count() == 0 ? none : outs.shape(), {DataType::S8});
-  check.array("window", window, {2}, {DataType::S32});
-  check.array("scale", scale, {1}, {DataType::F32});
-  check.array("counters", *counters, {4}, {DataType::S32});
-  check.array("items", *items, {-1, 8}, {DataType::S32});
+  const ForwardCall call = {query, key, value,    q_bounds, k_bounds, window, scale,  sinks, out, lse,
+                            rest,  low, counters, items,    queries,  keys,   values, outs,  lses};
+  call.check(check);
   check.array("split_tiles", *split_tiles, {-1, 8}, {DataType::S32});
-  for (const auto& [name, array] : {std::pair{"sinks", sinks}, {"alibi", alibi}}) {
-    check.array(name, array, {array.element_count() == 0 ? 0 : queries.heads}, {DataType::F32});
-  }
+  check.array("alibi", alibi, {alibi.element_count() == 0 ? 0 : queries.heads}, {DataType::F32});
   check.array("block_tables", block_tables, {-1, -1}, {DataType::S32});
   if (!check.ok()) return check.error();
   const bool paged = block_tables.element_count() > 0;
   const bool of_bytes = stored != dtype;
   check.require(paged || !of_bytes, "key", "a cache in pages of one byte a number", "rows");
+  if (of_bytes) {
+    // Counted in 16 bytes, with 32 bits.
+    check.between("key", " bytes", 0, int64_t{16} * kMaxInt * 2, static_cast<int64_t>(key.element_count()));
+    check.between("value", " bytes", 0, int64_t{16} * kMaxInt * 2,
+                  static_cast<int64_t>(value.element_count()));
+  }
   for (const auto& [name, scales] : {std::pair{"key_scale", key_scale}, {"value_scale", value_scale}}) {
     const bool by_page = scales.dimensions().size() == 2;
     const std::vector<int64_t> shape = by_page ? std::vector<int64_t>{keys.batch, keys.heads}
@@ -151,10 +150,7 @@ ffi::Error attention_forward(
   check.between("items", " work items", needed, kMaxInt / 2 / keys.heads, most_items);
   if (!check.ok()) return check.error();
 
-  ForwardParams params = {};
-  params.query = query.untyped_data();
-  params.key = key.untyped_data();
-  params.value = value.untyped_data();
+  ForwardParams params = call.filled(seqs);
   params.cache = !of_bytes                ? attention::CacheType::kElement
                  : stored == DataType::S8 ? attention::CacheType::kInt8
                                           : attention::CacheType::kE4m3;
@@ -164,53 +160,27 @@ ffi::Error attention_forward(
   params.value_scale_by_page = value_scale.dimensions().size() == 2;
   params.new_key = optional<void>(new_key);
   params.new_value = optional<void>(new_value);
-  params.query_strides = queries.strides();
-  params.key_strides = keys.strides();
-  params.value_strides = values.strides();
   if (apart) {
     Heads new_keys = {queries.batch, queries.tokens, keys.heads, queries.dim, query_heads_first};
     params.new_key_strides = new_keys.strides();
     new_keys.dim = values.dim;
     params.new_value_strides = new_keys.strides();
   }
-  params.out_strides = outs.strides();
-  params.lse_strides = lses.strides();
-  params.q_spans = {optional<int>(q_bounds), static_cast<int>(bounds_step)};
-  params.k_spans = {optional<int>(k_bounds), static_cast<int>(bounds_step)};
+  params.q_spans.step = params.k_spans.step = static_cast<int>(bounds_step);
   params.q_ranks = optional<int>(q_ranks);
   params.k_ranks = optional<int>(k_ranks);
   params.block_tables = optional<int>(block_tables);
   params.seq_lens = optional<int>(seq_lens);
   params.num_seqs_now = optional<int>(num_seqs);
-  params.window = optional<int>(window);
-  params.scale = optional<float>(scale);
-  params.sinks = optional<float>(sinks);
   params.alibi = optional<float>(alibi);
-  params.out = out->untyped_data();
-  params.lse = lse->typed_data<float>();
-  params.rest = rest->element_count() > 0 ? rest->typed_data<float>() : nullptr;
-  params.low = low->element_count() > 0 ? low->untyped_data() : nullptr;
-  params.counters = static_cast<attention::Counters*>(counters->untyped_data());
-  params.items = static_cast<attention::WorkItem*>(items->untyped_data());
   params.split_tiles = slots > 0 ? static_cast<attention::SplitTile*>(split_tiles->untyped_data()) : nullptr;
   params.first_tile = many ? first_tile->typed_data<int>() : nullptr;
   params.partial_out = partial_out->typed_data<float>();
   params.partial_lse = static_cast<RowLse*>(partial_lse->untyped_data());
   params.max_slots = static_cast<int>(slots);
-  params.max_items = static_cast<int>(most_items);
-  params.batch = static_cast<int>(queries.batch);
-  params.q_len = static_cast<int>(queries.tokens);
-  params.kv_len = static_cast<int>(keys.tokens);
   params.num_pages = paged ? static_cast<int>(keys.batch) : 0;
   params.page_size = paged ? static_cast<int>(keys.tokens) : 0;
   params.max_pages = paged ? static_cast<int>(block_tables.dimensions()[1]) : 0;
-  params.num_seqs = static_cast<int>(seqs);
-  params.seqs_per_batch = static_cast<int>(seqs / queries.batch);
-  params.num_heads = static_cast<int>(queries.heads);
-  params.num_kv_heads = static_cast<int>(keys.heads);
-  params.group = static_cast<int>(group);
-  params.head_dim = static_cast<int>(queries.dim);
-  params.value_dim = static_cast<int>(values.dim);
   params.ends_aligned = ends_aligned;
   params.sinks_without_keys = sinks_without_keys;
   params.q_offset = static_cast<int>(q_offset);
@@ -218,11 +188,7 @@ ffi::Error attention_forward(
   params.heads_in_l2 = static_cast<int>(heads_in_l2);
   params.softcap = softcap;
   params.base2_lse = base2_lse;
-  params.element = dtype == DataType::BF16 ? ElementType::kBfloat16 : ElementType::kFloat16;
-
-  const DeviceGuard guard(device);
-  if (!guard.status().ok()) return to_error(kName, guard.status());
-  return to_error(kName, attention::sm90::launch_forward(params, stream));
+  return launched(kName, device, stream, attention::sm90::launch_forward, params);
 }
 
 }  // namespace

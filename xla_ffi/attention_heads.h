@@ -1,4 +1,5 @@
-// What the handlers of attention's forward and backward pass both unpack: arrays of heads, and optional ones.
+// What the handlers of attention's forward and backward pass unpack alike: arrays of heads, and optional
+// ones.
 #pragma once
 
 #include <cstdint>

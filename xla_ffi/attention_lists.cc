@@ -11,6 +11,7 @@
 #include "attention/params.h"
 #include "attention/prepare/prepare.h"
 #include "attention/sm90/forward/launch.h"
+#include "attention_call.h"
 #include "attention_heads.h"
 #include "checks.h"
 #include "common/math.h"
@@ -115,16 +116,9 @@ ffi::Error attention_lists(cudaStream_t stream, int32_t device, ffi::AnyBuffer q
   const Heads lses = {queries.batch, queries.tokens, queries.heads, 0, lse_heads_first};
   check.array("key", key, {-1, -1, -1, queries.dim}, {dtype});
   check.array("value", value, values.shape(), {dtype});
-  check.array("out", *out, outs.shape(), {dtype});
-  check.array("lse", *lse, lses.shape(), {DataType::F32});
-  const std::vector<int64_t> none = {0};
-  check.array("rest", *rest, rest->element_count() == 0 ? none : lses.shape(), {DataType::F32});
-  check.array("low", *low, low->element_count() == 0 ? none : outs.shape(), {DataType::S8});
-  check.array("window", window, {2}, {DataType::S32});
-  check.array("scale", scale, {1}, {DataType::F32});
-  check.array("sinks", sinks, {sinks.element_count() == 0 ? 0 : queries.heads}, {DataType::F32});
-  check.array("counters", *counters, {4}, {DataType::S32});
-  check.array("items", *items, {-1, 8}, {DataType::S32});
+  const ForwardCall call = {query, key, value,    q_bounds, k_bounds, window, scale,  sinks, out, lse,
+                            rest,  low, counters, items,    queries,  keys,   values, outs,  lses};
+  call.check(check);
   const bool is_layout = row_pointers.element_count() > 0;
   check.array("q_bounds", q_bounds, {is_layout ? -1 : 0}, {DataType::S32});
   if (!check.ok()) return check.error();
@@ -155,49 +149,19 @@ ffi::Error attention_lists(cudaStream_t stream, int32_t device, ffi::AnyBuffer q
                 most_items);
   if (!check.ok()) return check.error();
 
-  ForwardParams params = {};
-  params.query = query.untyped_data();
-  params.key = key.untyped_data();
-  params.value = value.untyped_data();
-  params.query_strides = queries.strides();
-  params.key_strides = keys.strides();
-  params.value_strides = values.strides();
-  params.out_strides = outs.strides();
-  params.lse_strides = lses.strides();
-  params.q_spans = {optional<int>(q_bounds), 1};
-  params.k_spans = {optional<int>(k_bounds), 1};
-  params.window = optional<int>(window);
-  params.scale = optional<float>(scale);
-  params.sinks = optional<float>(sinks);
-  params.out = out->untyped_data();
-  params.lse = lse->typed_data<float>();
-  params.rest = rest->element_count() > 0 ? rest->typed_data<float>() : nullptr;
-  params.low = low->element_count() > 0 ? low->untyped_data() : nullptr;
-  params.counters = static_cast<attention::Counters*>(counters->untyped_data());
-  params.items = static_cast<attention::WorkItem*>(items->untyped_data());
-  params.max_items = static_cast<int>(most_items);
-  params.batch = static_cast<int>(queries.batch);
-  params.q_len = static_cast<int>(queries.tokens);
-  params.kv_len = static_cast<int>(keys.tokens);
-  params.num_seqs = static_cast<int>(seqs);
-  params.seqs_per_batch = static_cast<int>(seqs / queries.batch);
-  params.num_heads = params.num_kv_heads = static_cast<int>(queries.heads);
+  ForwardParams params = call.filled(seqs);
+  // Heads have lists of their own.
+  params.num_kv_heads = params.num_heads;
   params.group = 1;
-  params.head_dim = static_cast<int>(queries.dim);
-  params.value_dim = static_cast<int>(values.dim);
   params.ends_aligned = is_layout;
   params.sinks_without_keys = true;
   params.skip_rows = static_cast<int>(skip_rows);
   params.heads_in_l2 = static_cast<int>(heads_in_l2);
   params.softcap = softcap;
   params.base2_lse = true;
-  params.element = dtype == DataType::BF16 ? ElementType::kBfloat16 : ElementType::kFloat16;
   params.lists = lists;
   params.lists.share = static_cast<int>(queries.heads / keys.heads);
-
-  const DeviceGuard guard(device);
-  if (!guard.status().ok()) return to_error(kName, guard.status());
-  return to_error(kName, attention::sm90::launch_forward(params, stream));
+  return launched(kName, device, stream, attention::sm90::launch_forward, params);
 }
 
 }  // namespace

@@ -99,9 +99,7 @@ ffi::Error blocksparse_prefill(cudaStream_t stream, int32_t device, ffi::AnyBuff
   params.scale = scale;
   params.element = dtype == DataType::BF16 ? ElementType::kBfloat16 : ElementType::kFloat16;
 
-  const DeviceGuard guard(device);
-  if (!guard.status().ok()) return to_error(kName, guard.status());
-  return to_error(kName, blocksparse::sm90::launch_prefill(params, stream));
+  return launched(kName, device, stream, blocksparse::sm90::launch_prefill, params);
 }
 
 }  // namespace

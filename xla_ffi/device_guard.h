@@ -6,7 +6,9 @@
 
 #include <cstdint>
 
+#include "checks.h"
 #include "common/status.h"
+#include "xla/ffi/api/ffi.h"
 
 namespace pallas_attn {
 
@@ -32,5 +34,13 @@ class DeviceGuard {
   bool changed_ = false;
   LaunchStatus status_;
 };
+
+// How a handler ends: launch(params, stream) on the GPU that XLA runs it on.
+template <typename Launch, typename Params>
+xla::ffi::Error launched(const char* function, int32_t device, cudaStream_t stream, Launch launch,
+                         const Params& params) {
+  const DeviceGuard guard(device);
+  return to_error(function, guard.status().ok() ? launch(params, stream) : guard.status());
+}
 
 }  // namespace pallas_attn

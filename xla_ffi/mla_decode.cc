@@ -86,9 +86,7 @@ ffi::Error mla_decode(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
   check.array("partial_lse", *partial_lse, {params.num_slots(), rows, 2}, {DataType::F32});
   if (!check.ok()) return check.error();
 
-  const DeviceGuard guard(device);
-  if (!guard.status().ok()) return to_error(kName, guard.status());
-  return to_error(kName, mla::sm90::launch_dense_decode(params, stream));
+  return launched(kName, device, stream, mla::sm90::launch_dense_decode, params);
 }
 
 }  // namespace

@@ -41,9 +41,7 @@ ffi::Error mla_schedule(cudaStream_t stream, int32_t device, ffi::AnyBuffer seq_
   params.overhead_pages = static_cast<int>(overhead_blocks);
   params.rows = static_cast<int>(rows);
 
-  const DeviceGuard guard(device);
-  if (!guard.status().ok()) return to_error(kName, guard.status());
-  return to_error(kName, mla::launch_schedule(params, stream));
+  return launched(kName, device, stream, mla::launch_schedule, params);
 }
 
 }  // namespace

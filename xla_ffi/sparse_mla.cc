@@ -108,9 +108,7 @@ ffi::Error sparse_mla(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
   params.nothing_is_cut = slots == 0;
   params.format = fp8 ? mla::RowFormat::kFp8 : mla::RowFormat::kPlain;
 
-  const DeviceGuard guard(device);
-  if (!guard.status().ok()) return to_error(kName, guard.status());
-  return to_error(kName, mla::sm90::launch_sparse(params, stream));
+  return launched(kName, device, stream, mla::sm90::launch_sparse, params);
 }
 
 }  // namespace

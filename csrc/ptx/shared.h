@@ -41,12 +41,6 @@ __device__ __forceinline__ uint4 load_shared_16_bytes(uint32_t address) {
   return v;
 }
 
-__device__ __forceinline__ uint2 load_shared_8_bytes(uint32_t address) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
-  return v;
-}
-
 // Four 8x8 matrices of 16-bit elements; lane i supplies the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void load_matrix_x4(uint32_t address, uint32_t (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

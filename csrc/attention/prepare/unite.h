@@ -11,6 +11,14 @@ namespace pallas_attn::attention {
 
 constexpr int kUniteWarps = 8;
 
+// Where rows up to this one begin, or end: the farthest place. A row that begins before it would have the
+// room of another.
+__device__ __forceinline__ int farthest_before(const int* pointers, int row, int lane) {
+  int farthest = 0;
+  for (int i = lane; i <= row; i += 32) farthest = max(farthest, __ldg(pointers + i));
+  return __reduce_max_sync(~0u, farthest);
+}
+
 // A row's columns, of which it has none if they cannot be right.
 struct Row {
   const int* columns;
@@ -20,9 +28,9 @@ struct Row {
   __device__ Row(const KeyLists& lists, int head, int row, int lane) : columns(lists.blocks) {
     bad = row >= lists.rows;
     if (bad) return;
-    const int* pointers = lists.row_pointers + int64_t{head} * (lists.rows + 1) + row;
-    const int begin = __ldg(pointers), end = __ldg(pointers + 1);
-    bad = begin < 0 || end < begin || end > lists.pitch;
+    const int* pointers = lists.row_pointers + int64_t{head} * (lists.rows + 1);
+    const int begin = __ldg(pointers + row), end = __ldg(pointers + row + 1);
+    bad = begin < farthest_before(pointers, row, lane) || end < begin || end > lists.pitch;
     if (bad) return;
     columns += int64_t{head} * lists.pitch + begin;
     bool wrong = false;

@@ -30,13 +30,6 @@ inline uint4 load_shared_16_bytes(uint32_t address) {
   std::memcpy(&v, stand_in::shared + address, 16);
   return v;
 }
-inline uint2 load_shared_8_bytes(uint32_t address) {
-  stand_in::expect_aligned("8 bytes at", address, 8);
-  uint2 v;
-  std::memcpy(&v, stand_in::shared + address, 8);
-  return v;
-}
-
 inline void store_matrix_x4_transposed(uint32_t address, const uint32_t (&r)[4]) {
   stand_in::expect_aligned("a matrix's row at", address, 16);
   uint32_t addresses[32];

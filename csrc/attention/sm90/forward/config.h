@@ -6,6 +6,7 @@
 //   piece      any number of rows x 64 columns: what one copy writes
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "common/host_device.h"
@@ -29,13 +30,12 @@ constexpr int kHandWarps = 2;  // of threads that do so, for keys, and as many f
 template <int kKeys, int kPieces>
 struct TurnsOf {
   static constexpr int kRows = kKeys / kHandWarps;
-  static constexpr int kRowChunks = kPieces * kPieceDims / 16;
-  static constexpr int kTurns = kRows * kRowChunks / 32;
-  static constexpr int kBatch = kTurns % 16 == 0 ? 8 : kTurns % 6 == 0 ? 6 : 4;
-  static constexpr int kBatches = kTurns / kBatch;
-  static_assert(kRows * kRowChunks % 32 == 0 && kTurns % kBatch == 0);
-  // A row's scale stays until all of the row is converted.
-  static_assert(kBatches > (32 % kRowChunks == 0 ? 1 : 2));
+  // Rows of a batch swizzle as those of another do: they are a multiple of eight. While one is converted the
+  // others of kSets are on their way.
+  static constexpr int kBatch = kPieces == 4 ? 4 : kPieces == 3 ? 3 : 2;
+  static constexpr int kBatchRows = kBatch * 32 * 16 / (kPieces * kPieceDims);
+  static constexpr int kSets = kPieces > 2 ? 2 : kRows / kBatchRows % 3 == 0 ? 3 : 4;
+  static_assert(kRows % (kBatchRows * kSets) == 0 && kBatchRows % 8 == 0 && 32 % kBatchRows == 0);
 };
 
 // Heads of up to kDim elements, values of up to kValueDim: shorter ones are filled up with zeros on their way
@@ -61,15 +61,22 @@ struct ShapeOf {
   // A thread's registers: those of the whole CTA are dealt anew between the roles.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static constexpr int kFeederRegisters = kByHand ? 32 : kValueDim > 192 ? 56 : 72;
-  static constexpr int kHandRegisters = !kByHand ? 0 : kFeed == Feed::kConverted ? 64 : 48;
+  // Converters take what math warpgroups leave, beside scores, results and probabilities: with few registers
+  // an instruction waits for the one before it.
+  static constexpr int kConverterRegisters =
+      std::clamp(512 - kFeederRegisters - 2 * (kKeys / 2 + kValueDim / 2 + kKeys / 4 + 48), 64, 112);
+  static constexpr int kHandRegisters = !kByHand ? 0 : kFeed == Feed::kConverted ? kConverterRegisters : 48;
   static constexpr int kConsumerRegisters =
       ((kMath + kFeeders) * kLaunchRegisters - kFeederRegisters - kHandRegisters) / kMath / 8 * 8;
 
-  // The same for keys in short pages, and for a cache of bytes, of which some is in shared memory too.
+  // The same for keys in short pages, and for a cache of bytes.
   using Gathered =
       ShapeOf<kDim, kValueDim, kKeys, kMath, kQuerySlots, kKeyStages, kValueStages, Feed::kGathered>;
-  using Converted = ShapeOf<kDim, kValueDim, kDim == 192 ? 96 : kKeys, kMath, kQuerySlots,
-                            kDim == 64 ? kKeyStages : 2, kValueStages, Feed::kConverted>;
+  using Converted = ShapeOf<kDim, kValueDim,
+                            kValueDim == 192             ? 64
+                            : kDim == 128 || kDim == 192 ? 96
+                                                         : kKeys,
+                            kMath, kQuerySlots, kDim == 64 ? kKeyStages : 2, kValueStages, Feed::kConverted>;
   using Listed = ShapeOf<kDim, kValueDim, kKeys, kMath, kQuerySlots, kKeyStages, kValueStages, Feed::kListed>;
 };
 

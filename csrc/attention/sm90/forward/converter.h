@@ -1,6 +1,6 @@
 // Warps that make the query's own 16-bit numbers of keys in a cache of bytes, or of values: e4m3 and int8,
-// which bf16 and fp16 hold exactly. Each thread has 16 bytes copied to a place of its own in shared memory, a
-// batch of turns ahead, so that who waits for them is who asked.
+// which bf16 and fp16 hold exactly. Bytes come in registers, a batch of turns ahead: through shared memory
+// they would cross it twice more, beside operands of products, which fill half of its time.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,7 @@
 #include "attention/sm90/forward/smem_plan.h"
 #include "attention/sm90/forward/sources.h"
 #include "ptx/async_copy.h"
+#include "ptx/cache.h"
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
 #include "sm90/from_bytes.h"
@@ -34,58 +35,38 @@ class Converter {
         rows_map_(kOfKeys ? maps.new_key : maps.new_value),
         scales_(kOfKeys ? params.key_scale : params.value_scale),
         by_page_(kOfKeys ? params.key_scale_by_page : params.value_scale_by_page),
+        scaled_(by_page_ || params.new_key != nullptr),
         filling_(smem),
+        smem_(smem),
         warp_(warp),
         lane_(lane),
-        first_row_(warp * Turns::kRows),
-        raw_(ptx::shared_address(raw_of(smem.raw).bytes[0]) + (warp * 32 + lane) * 16),
-        row_scales_(raw_of(smem.raw).scales) {}
+        first_row_(warp * Turns::kRows) {}
 
   __device__ void load(const Tile& tile) {
     int i = tile.first_key + tile.num_keys - 1;
     // Keys in rows are there as they should be.
     for (; i >= tile.first_key && i * kKeys >= tile.in_pages; --i) load_rows(tile, i * kKeys);
     if (i < tile.first_key) return;
-    const Places places(source_, tile, 1, 0, 0);
-    const float head_scale = by_page_ ? 1.0f : __ldg(scales_ + tile.kv_head);
-    const bool scaled = by_page_ || source_.params.new_key != nullptr;
-    int key = i * kKeys + first_row_, half = 0;
+    int key = i * kKeys + first_row_;
     const int last = tile.first_key * kKeys + first_row_;
-    Held held(places, lane_);
-    held.look_up(key);
-    uint32_t next_bad = held.template settle<false>(key);
-    held.look_up(key - kKeys);
-    begin(held, tile, 0, half);
-    ptx::close_copies();
+    Held held(lane_);
+    held.look_up(places_of(tile), key);
+    find(held, tile, key);
+    const char* const pool = pool_of(tile);
+#pragma unroll
+    for (int set = 0; set < Turns::kSets - 1; ++set) {
+      fetch(raw_[set], held, pool, set * Turns::kBatchRows, true);
+    }
 #pragma unroll 1
     for (; key >= last; key -= kKeys) {
-      const bool joins = tile.in_pages < key - first_row_ + kKeys;
-      const uint32_t bad = next_bad;
-#pragma unroll 1
-      for (int batch = 0; batch < Turns::kBatches; ++batch) {
-        const bool ends_tile = batch + 1 == Turns::kBatches;
-        if (ends_tile && key > last) {
-          next_bad = held.template settle<false>(key - kKeys);
-          held.look_up(key - 2 * kKeys);
-        }
-        if (!ends_tile || key > last) begin(held, tile, ends_tile ? 0 : batch + 1, half ^ 1);
-        ptx::close_copies();
-        ptx::wait_for_copies_but<1>();
+      const uint32_t bad = held.bad();
+      filling_.wait_until_empty();
+      if (kOfKeys && scaled_) tell_scales();
+      convert_tile(held, tile, pool, key, last);
+      if (tile.in_pages < key - first_row_ + kKeys) copy_rows(places_of(tile), key);
+      if (__any_sync(0xffffffff, bad != 0)) {
         __syncwarp();
-        if (batch == 0) filling_.wait_until_empty();
-        if (joins) {
-          convert_or_copy(places, key, batch, half, scaled, head_scale);
-        } else if (source_.params.cache == CacheType::kE4m3) {
-          convert<true>(batch, half, scaled, head_scale);
-        } else {
-          convert<false>(batch, half, scaled, head_scale);
-        }
-        half ^= 1;
-      }
-      if (joins) ptx::wait_for_copies();
-      if (kOfKeys && __any_sync(0xffffffff, bad != 0)) {
-        __syncwarp();
-        fill_with_nan(filling_.buffer(), first_row_, bad, lane_);
+        fill_rows(filling_.buffer(), first_row_, bad, lane_, kOfKeys ? ~0u : 0u);
       }
       ptx::fence_async_shared();
       __syncwarp();
@@ -96,28 +77,21 @@ class Converter {
 
  private:
   using Turns = TurnsOf<kKeys, kPieces>;
-  using Held = HeldPlaces<kRole, Turns::kRows>;
-  static constexpr uint32_t kTurnBytes = kHandWarps * 32 * 16;
+  using Held = HeldChunks<kRole, Turns::kRows>;
+  using Raw = uint4[Turns::kBatch];
 
-  template <typename Raw>
-  static __device__ auto& raw_of(Raw& raw) {
-    if constexpr (kOfKeys) {
-      return raw.keys;
-    } else {
-      return raw.values;
-    }
+  __device__ __forceinline__ Places<kRole> places_of(const Tile& tile) const {
+    return Places<kRole>(source_, tile, 1, 0, 0);
   }
-
-  // Of the warp's rows and their 16-byte chunks, those of one turn: a lane's.
-  __device__ __forceinline__ int row_of(int turn) const {
-    if constexpr (32 % Turns::kRowChunks == 0) {
-      return turn * (32 / Turns::kRowChunks) + lane_ / Turns::kRowChunks;
-    } else {
-      return (turn * 32 + lane_) / Turns::kRowChunks;
-    }
+  __device__ __forceinline__ const char* pool_of(const Tile& tile) const {
+    return places_of(tile).anywhere() + byte_of(0, lane_);
   }
-  __device__ __forceinline__ int chunk_of(int turn) const {
-    return (32 % Turns::kRowChunks == 0 ? lane_ : turn * 32 + lane_) % Turns::kRowChunks;
+  // Where the keys from `key` on lie, that have been looked up, of which the next ones are.
+  __device__ __forceinline__ void find(Held& held, const Tile& tile, int key) {
+    const Places<kRole> places = places_of(tile);
+    if (scaled_) store_scales(held, places, tile, key);
+    held.settle(places, key);
+    held.look_up(places, key - kKeys);
   }
 
   __device__ __forceinline__ void load_rows(const Tile& tile, int key) {
@@ -141,139 +115,154 @@ class Converter {
     filling_.advance();
   }
 
-  // Has a batch of the turns copied. Loops are short here, and not unrolled: each of these warps is alone
-  // with its code, and what is not in the instruction cache takes five times as long.
-  __device__ __forceinline__ void begin(const Held& held, const Tile& tile, int batch, int half) {
-    uint32_t to = raw_ + half * Turns::kBatch * kTurnBytes;
-    const int first = batch * Turns::kBatch;
-#pragma unroll 4
-    for (int turn = first; turn < first + Turns::kBatch; ++turn, to += kTurnBytes) {
-      const int row = row_of(turn), chunk = chunk_of(turn);
-      // The rows of a batch are a block's where they are 32.
-      const char* from = Turns::kBatch == Turns::kRowChunks ? held.of(row, batch) : held.of(row);
-      const bool copied = from != nullptr && chunk * 16 < source_.dim();
-      ptx::copy_async(to, from + chunk * 16, copied);
-    }
-    if (!by_page_) return;
-#pragma unroll 1
-    for (int turn = first; turn < first + Turns::kBatch; ++turn) {
-      const int row = row_of(turn), page = held.page_of(row);
-      const bool copied = held.of(row) != nullptr;
-      if (chunk_of(turn) == 0) {
-        const auto scale = static_cast<int64_t>(copied ? page : 0) * source_.params.num_kv_heads;
-        ptx::copy_word_async(ptx::shared_address(row_scales_ + first_row_ + row),
-                             scales_ + scale + tile.kv_head);
-      }
+  // Of a batch, which rows and 16 bytes of them a lane has in a turn. Eight lanes have half of a piece's 128
+  // bytes, of two rows: what they store then lies in all banks.
+  static __device__ __forceinline__ int piece_of(int turn, int lane) {
+    return (turn * 4 + lane / 8) % kPieces;
+  }
+  static __device__ __forceinline__ int row_of(int turn, int lane) {
+    return (turn * 4 + lane / 8) / kPieces * 2 + lane % 8 / 4;
+  }
+  static __device__ __forceinline__ int byte_of(int turn, int lane) {
+    return piece_of(turn, lane) * kPieceDims + lane % 4 * 16;
+  }
+  // Where these are stored, as elements: 16 bytes of 32, the others are where bit 4 differs.
+  static __device__ __forceinline__ uint32_t place_of(int turn, int lane) {
+    const int row = row_of(turn, lane);
+    return piece_of(turn, lane) * (kKeys * kRowBytes) + row * kRowBytes + ((lane % 4 * 2 ^ (row & 7)) << 4);
+  }
+  // The same by that of the first turn, `begin`, in one instruction or none.
+  static __device__ __forceinline__ uint32_t place_of(int turn, int lane, uint32_t to, uint32_t begin) {
+    if constexpr (kPieces == 3) {
+      return to + place_of(turn, lane);
+    } else {
+      constexpr int kTurnRows = 8 / kPieces;
+      return (begin ^ (turn * kTurnRows & 7) << 4) + turn * kTurnRows * kRowBytes;
     }
   }
 
-  // Where a lane's 32 bytes of a turn go, 16 at a time: neighbouring quads write halves in turns, so that
-  // eight lanes meet all banks. `swapped`: the second half first.
-  struct Place {
-    int row;
-    bool swapped;
-    uint32_t first, other;
-
-    __device__ __forceinline__ Place(uint32_t buffer, int to_row, int chunk) : row(to_row) {
-      const int piece = chunk / 4;
-      swapped = piece % 2;
-      const uint32_t within = ((chunk % 4 * 2 + swapped) ^ (to_row & 7)) << 4;
-      first = buffer + piece * (kKeys * kRowBytes) + to_row * kRowBytes + within;
-      other = first ^ 16;
-    }
-  };
-
-  template <bool kE4m3>
-  static __device__ __forceinline__ uint4 to_elements(uint2 bytes) {
-    return kE4m3 ? eight_of_e4m3<Element>(bytes.x, bytes.y) : eight_of_int8<Element>(bytes.x, bytes.y);
-  }
-
-  // The lane's 16 bytes of a turn, in the order in which they are stored.
-  struct Raw {
-    uint2 first, other;
-
-    __device__ Raw() {}
-    __device__ __forceinline__ Raw(uint32_t from, bool swapped)
-        : first(ptx::load_shared_8_bytes(from + (swapped ? 8 : 0))),
-          other(ptx::load_shared_8_bytes(from + (swapped ? 0 : 8))) {}
-  };
-  template <bool kE4m3>
-  __device__ __forceinline__ void convert_turn(const Raw& raw, const Place& place, bool scaled, float scale) {
-    uint4 first = to_elements<kE4m3>(raw.first), other = to_elements<kE4m3>(raw.other);
-    if (!kOfKeys && scaled) {
-      scale_eight<Element>(first, scale);
-      scale_eight<Element>(other, scale);
-    }
-    ptx::store_16_bytes(place.first, first);
-    ptx::store_16_bytes(place.other, other);
-  }
-
-  // A batch of the turns, some of which are loaded before the first is converted.
-  template <bool kE4m3>
-  __device__ __forceinline__ void convert(int batch, int half, bool scaled, float head_scale) {
-    constexpr int kAtOnce = Turns::kBatch % 4 == 0 ? 4 : 2;
-    uint32_t from = raw_ + half * Turns::kBatch * kTurnBytes;
-    const uint32_t buffer = ptx::shared_address(filling_.buffer()[0]);
-    const int first = batch * Turns::kBatch;
-    const auto place_of = [&](int turn) { return Place(buffer, first_row_ + row_of(turn), chunk_of(turn)); };
-#pragma unroll 1
-    for (int turn = first; turn < first + Turns::kBatch; turn += kAtOnce, from += kAtOnce * kTurnBytes) {
-      Raw raw[kAtOnce];
+  // The batch whose rows begin with `first`: what is not there stays as it is, for nobody sees it. Elements
+  // behind a head's last are never there, and zero from the beginning.
+  __device__ __forceinline__ void fetch(Raw& raw, const Held& held, const char* pool, int first, bool any) {
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) raw[k] = Raw(from + k * kTurnBytes, place_of(turn + k).swapped);
+    for (int turn = 0; turn < Turns::kBatch; ++turn) {
+      const uint32_t chunk = held.of(first + row_of(turn, lane_), first / 32);
+      const bool exists = any && chunk < kBadChunk && byte_of(turn, lane_) < source_.dim();
+      const int ahead = byte_of(turn, lane_) - byte_of(0, lane_);
+      ptx::load_16_bytes_if(raw[turn], pool + uint64_t{chunk} * 16 + ahead, exists);
+    }
+  }
+
+  template <bool kE4m3, bool kScaled>
+  __device__ __forceinline__ void convert(const Raw& raw, uint32_t to, const float* scales) {
+    const uint32_t begin = to + place_of(0, lane_);
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        const Place place = place_of(turn + k);
-        const float scale = !kOfKeys && by_page_ ? row_scales_[place.row] : head_scale;
-        convert_turn<kE4m3>(raw[k], place, scaled, scale);
+    for (int turn = 0; turn < Turns::kBatch; ++turn) {
+      uint4 low = to_elements<kE4m3>(raw[turn].x, raw[turn].y);
+      uint4 high = to_elements<kE4m3>(raw[turn].z, raw[turn].w);
+      if (kScaled) {
+        const float scale = scales[row_of(turn, lane_)];
+        scale_eight<Element>(low, scale);
+        scale_eight<Element>(high, scale);
       }
-    }
-    if (kOfKeys && scaled) store_scales(batch, head_scale);
-  }
-
-  // What each key's score is multiplied by.
-  __device__ __forceinline__ void store_scales(int batch, float head_scale) {
-#pragma unroll 1
-    for (int j = 0; j < Turns::kBatch; ++j) {
-      const int turn = batch * Turns::kBatch + j, row = first_row_ + row_of(turn);
-      if (chunk_of(turn) == 0) filling_.scales()[row] = by_page_ ? row_scales_[row] : head_scale;
+      const uint32_t place = place_of(turn, lane_, to, begin);
+      ptx::store_16_bytes(place, low);
+      ptx::store_16_bytes(place ^ 16, high);
     }
   }
+  __device__ __forceinline__ void convert(const Raw& raw, uint32_t to, const float* scales) {
+    const bool scaled = !kOfKeys && scaled_;
+    if (source_.params.cache == CacheType::kE4m3) {
+      scaled ? convert<true, true>(raw, to, scales) : convert<true, false>(raw, to, scales);
+    } else {
+      scaled ? convert<false, true>(raw, to, scales) : convert<false, false>(raw, to, scales);
+    }
+  }
 
-  // The same where some of the tile's keys are in rows.
-  __device__ __forceinline__ void convert_or_copy(const Places<kRole>& places, int key, int batch, int half,
-                                                  bool scaled, float head_scale) {
-    const uint32_t from = raw_ + half * Turns::kBatch * kTurnBytes;
-    const uint32_t buffer = ptx::shared_address(filling_.buffer()[0]);
+  // While a batch is converted the next ones are on their way. The loop is short, and unrolled no further:
+  // each of these warps is alone with its code, and what is not in the instruction cache takes five times as
+  // long.
+  __device__ __forceinline__ void convert_tile(Held& held, const Tile& tile, const char* pool, int key,
+                                               int last) {
+    constexpr int kStep = Turns::kBatchRows, kSets = Turns::kSets;
+    uint32_t to = ptx::shared_address(filling_.buffer()[0][first_row_]);
+    const float* scales = own_scales()[half_ ^ 1] + first_row_;
 #pragma unroll 1
-    for (int j = 0; j < Turns::kBatch; ++j) {
-      const int turn = batch * Turns::kBatch + j, chunk = chunk_of(turn), at = key + row_of(turn);
-      const Place place(buffer, first_row_ + row_of(turn), chunk);
-      const bool in_row = places.holds(at) && !places.is_paged(at);
-      const float scale = in_row ? 1.0f : by_page_ ? row_scales_[place.row] : head_scale;
-      if (kOfKeys && scaled && chunk == 0) filling_.scales()[place.row] = scale;
-      if (in_row) {
-        const bool exists = chunk * 16 < source_.dim();
-        const char* row_from = exists ? places.in_row(at) + chunk * 32 : places.anywhere();
-        const int swapped = exists && place.swapped ? 16 : 0;
-        ptx::copy_async(place.first, row_from + swapped, exists);
-        ptx::copy_async(place.other, row_from + (exists ? 16 - swapped : 0), exists);
-      } else if (source_.params.cache == CacheType::kE4m3) {
-        convert_turn<true>(Raw(from + j * kTurnBytes, place.swapped), place, scaled, scale);
-      } else {
-        convert_turn<false>(Raw(from + j * kTurnBytes, place.swapped), place, scaled, scale);
+    for (int first = 0; first < Turns::kRows; first += kSets * kStep) {
+      int next = first + (kSets - 1) * kStep;
+      bool any = true;
+#pragma unroll
+      for (int set = 0; set < kSets; ++set, to += kStep * kRowBytes, scales += kStep, next += kStep) {
+        if (set == 1 && next == Turns::kRows) {
+          next = 0;
+          any = key > last;
+          if (any) find(held, tile, key - kKeys);
+        }
+        fetch(raw_[(set + kSets - 1) % kSets], held, pool, next, any);
+        convert(raw_[set], to, scales);
       }
     }
+  }
+
+  template <bool kE4m3>
+  static __device__ __forceinline__ uint4 to_elements(uint32_t low, uint32_t high) {
+    return kE4m3 ? eight_of_e4m3<Element>(low, high) : eight_of_int8<Element>(low, high);
+  }
+
+  // What each of the warp's keys is multiplied by, or each value, where that differs: of those that have been
+  // looked up, beside what the ones at work are.
+  __device__ __forceinline__ void store_scales(const Held& held, const Places<kRole>& places,
+                                               const Tile& tile, int key) {
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < Held::kHeld; ++j) {
+      const int row = j * 32 + lane_;
+      if (row >= Turns::kRows) break;
+      const int page = held.page(places, key + row, j);
+      const int64_t of_page = by_page_ ? int64_t{page} * source_.params.num_kv_heads : 0;
+      own_scales()[half_][first_row_ + row] = page < 0 ? 1.0f : __ldg(scales_ + of_page + tile.kv_head);
+    }
+    half_ ^= 1;
+    __syncwarp();
+  }
+  __device__ __forceinline__ void tell_scales() {
+    for (int row = lane_; row < Turns::kRows; row += 32) {
+      filling_.scales()[first_row_ + row] = own_scales()[half_ ^ 1][first_row_ + row];
+    }
+  }
+  __device__ __forceinline__ auto& own_scales() {
+    if constexpr (kOfKeys) {
+      return smem_.scales.next_keys;
+    } else {
+      return smem_.scales.values;
+    }
+  }
+
+  // Of a tile of which some keys are in rows: those, over what was made of bytes that are not theirs.
+  __device__ __forceinline__ void copy_rows(const Places<kRole>& places, int key) {
+    constexpr int kChunks = kPieces * (kRowBytes / 16);
+    __syncwarp();
+    auto& buffer = filling_.buffer();
+#pragma unroll 1
+    for (int i = lane_; i < Turns::kRows * kChunks; i += 32) {
+      const int row = i / kChunks, chunk = i % kChunks, to_row = first_row_ + row;
+      if (places.is_paged(key + row) || !places.holds(key + row)) continue;
+      const uint32_t to = ptx::shared_address(buffer[chunk / 8][to_row]) + (((chunk ^ to_row) & 7) << 4);
+      const bool exists = chunk * 8 < source_.dim();
+      ptx::copy_async(to, exists ? places.in_row(key + row) + chunk * 16 : places.anywhere(), exists);
+    }
+    ptx::wait_for_copies();
   }
 
   const Source<kRole> source_;
   const CUtensorMap& rows_map_;
   const float* scales_;
-  const bool by_page_;
+  const bool by_page_, scaled_;
   Filling<Shape, kRole> filling_;
+  Plan& smem_;
   const int warp_, lane_, first_row_;
-  const uint32_t raw_;
-  float* row_scales_;
+  int half_ = 0;  // of the scales that are stored next
+  Raw raw_[Turns::kSets] = {};
 };
 
 }  // namespace pallas_attn::attention::sm90

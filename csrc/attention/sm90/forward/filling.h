@@ -25,7 +25,7 @@ class Filling {
   }
   // Of a cache of bytes: the keys' own.
   __device__ float (&scales())
-      [Shape::kKeys] { return smem_.raw.key_scales[stage_]; } __device__ uint64_t* full() {
+      [Shape::kKeys] { return smem_.scales.keys[stage_]; } __device__ uint64_t* full() {
     return &ring().full[stage_][0];
   }
   __device__ void wait_until_empty() { ptx::mbarrier_wait(&ring().empty[stage_][0], phases_.empty(stage_)); }
@@ -48,16 +48,16 @@ class Filling {
   int stage_ = 0;
 };
 
-// Scores with the keys of a page that is not there are NaN, so is the result of whoever sees it. Of the rows
-// from `first` on, those that `bad` names, a bit for every 32nd from the lane's own: over what was written
-// instead.
+// Words in place of the rows that lead to pages which are not there. NaN in keys: scores are NaN, so is the
+// result of whoever sees it. Of the rows from `first` on, those that `bad` names, a bit for every 32nd from
+// the lane's own.
 template <typename Buffer>
-__device__ __forceinline__ void fill_with_nan(Buffer& buffer, int first, uint32_t bad, int lane) {
+__device__ __forceinline__ void fill_rows(Buffer& buffer, int first, uint32_t bad, int lane, uint32_t word) {
   for (; bad != 0; bad &= bad - 1) {
     const int row = first + (__ffs(bad) - 1) * 32 + lane;
     for (auto& piece : buffer) {
       uint4* chunks = reinterpret_cast<uint4*>(piece[row]);
-      for (uint32_t i = 0; i < kRowBytes / 16; ++i) chunks[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+      for (uint32_t i = 0; i < kRowBytes / 16; ++i) chunks[i] = make_uint4(word, word, word, word);
     }
   }
 }

@@ -31,20 +31,20 @@ class Gatherer {
 
   __device__ void load(const Tile& tile) {
     const Places places(source_, tile, sizeof(uint16_t), 0, 0);
-    HeldPlaces<kRole, kRows> held(places, lane_);
+    HeldPlaces<kRole, kRows> held(lane_);
     const int first = tile.first_key * kKeys + warp_ * kRows;  // of the warp's
     int key = first + (tile.num_keys - 1) * kKeys;
-    held.look_up(key);
+    held.look_up(places, key);
 #pragma unroll 1
     for (; key >= first; key -= kKeys) {
-      const uint32_t bad = held.template settle<true>(key);
-      held.look_up(key - kKeys);
+      const uint32_t bad = held.template settle<true>(places, key);
+      held.look_up(places, key - kKeys);
       filling_.wait_until_empty();
       copy(held);
       if (kOfKeys && __any_sync(0xffffffff, bad != 0)) {
         ptx::wait_for_copies();
         __syncwarp();
-        fill_with_nan(filling_.buffer(), warp_ * kRows, bad, lane_);
+        fill_rows(filling_.buffer(), warp_ * kRows, bad, lane_, ~0u);
       }
       ptx::arrive_behind_copies(filling_.full());
       __syncwarp();

@@ -54,20 +54,14 @@ struct ListedTile : Tile {
   const uint32_t* bits;  // of the first block that is seen in part, the tile's first 64 queries; or null
 };
 
-// What threads have copied of keys in a cache of bytes, or of values, before they convert it: two batches of
-// turns.
-template <int kKeys, int kPieces>
-struct RawOf {
-  uint4 bytes[2 * TurnsOf<kKeys, kPieces>::kBatch][kHandWarps * 32];
-  float scales[kKeys];
-};
+// What keys of a cache of bytes are multiplied by, and values, where that differs in a tile.
 template <typename Shape, Feed kFeed>
-struct RawKeysAndValues {};
+struct TileScales {};
 template <typename Shape>
-struct RawKeysAndValues<Shape, Feed::kConverted> {
-  RawOf<Shape::kKeys, Shape::kPieces> keys;
-  RawOf<Shape::kKeys, Shape::kValuePieces> values;
-  float key_scales[Shape::kKeyStages][Shape::kKeys];  // of converted keys, where they differ in a tile
+struct TileScales<Shape, Feed::kConverted> {
+  float keys[Shape::kKeyStages][Shape::kKeys];
+  float next_keys[2][Shape::kKeys];
+  float values[2][Shape::kKeys];
 };
 
 template <typename Shape>
@@ -84,7 +78,7 @@ struct alignas(1024) SmemPlan {
     return reinterpret_cast<SwizzledPiece<kFragmentRows>&>(sQ[slot][piece][warpgroup * kFragmentRows]);
   }
 
-  RawKeysAndValues<Shape, Shape::kFeed> raw;
+  TileScales<Shape, Shape::kFeed> scales;
 
   using Told = std::conditional_t<Shape::kListed, ListedTile, Tile>;
   Told tiles[kToldTiles];

@@ -92,6 +92,9 @@ class Places {
     return pool_ + static_cast<uint64_t>(static_cast<uint32_t>(page)) * page_bytes_ +
            static_cast<uint32_t>(source_.in_page(key)) * token_bytes_;
   }
+  __device__ __forceinline__ uint32_t chunk(int key, int page) const {
+    return static_cast<uint32_t>(page) * (page_bytes_ / 16) + source_.in_page(key) * (token_bytes_ / 16);
+  }
   __device__ __forceinline__ const char* in_row(int key) const {
     return rows_ + static_cast<uint64_t>(static_cast<uint32_t>(key)) * row_bytes_;
   }
@@ -110,49 +113,43 @@ class Places {
 };
 
 // Where kRows neighbouring keys lie, those of a warp: each lane finds some of them, and all ask the lane that
-// has.
+// has. `places` are made anew each time, for they take registers.
 template <Role kRole, int kRows>
 class HeldPlaces {
  public:
   static constexpr int kHeld = (kRows + 31) / 32;
 
-  __device__ HeldPlaces(const Places<kRole>& places, int lane) : places_(places), lane_(lane) {}
+  __device__ explicit HeldPlaces(int lane) : lane_(lane) {}
 
   // What the table says of the keys from `first` on; on its way until it is asked for.
-  __device__ __forceinline__ void look_up(int first) {
+  __device__ __forceinline__ void look_up(const Places<kRole>& places, int first) {
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) entries_[j] = places_.entry_of(first + j * 32 + lane_);
+    for (int j = 0; j < kHeld; ++j) entries_[j] = places.entry_of(first + j * 32 + lane_);
   }
   // Takes these for the keys that are copied next, those in rows too or not. Which of the lane's own, a bit
   // each, lead to pages that are not there.
   template <bool kRowsToo>
-  __device__ __forceinline__ uint32_t settle(int first) {
+  __device__ __forceinline__ uint32_t settle(const Places<kRole>& places, int first) {
     uint32_t bad = 0;
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) {
       const int key = first + j * 32 + lane_;
-      const bool leads_nowhere = places_.leads_nowhere(key, entries_[j]);
-      const bool copied = kRowsToo ? places_.holds(key) : places_.is_paged(key);
-      pages_[j] = entries_[j];
+      const bool leads_nowhere = places.leads_nowhere(key, entries_[j]);
+      const bool copied = kRowsToo ? places.holds(key) : places.is_paged(key);
       from_[j] = 0;
       if (copied && !leads_nowhere) {
-        const char* from = kRowsToo ? places_.address(key, pages_[j]) : places_.in_pool(key, pages_[j]);
+        const char* from = kRowsToo ? places.address(key, entries_[j]) : places.in_pool(key, entries_[j]);
         from_[j] = reinterpret_cast<uint64_t>(from);
       }
       if (leads_nowhere && j * 32 + lane_ < kRows) bad |= 1u << j;
     }
     return bad;
   }
-  // Where one of the keys lies, by its number among them: null where there is nothing to copy. Of what a
-  // block of 32 asks for, `block` says which, or all lanes ask for any.
+  // Where one of the keys lies, by its number among them: null where there is nothing to copy. The warp asks
+  // for some of a block of 32.
   __device__ __forceinline__ const char* of(int row, int block) const {
     return reinterpret_cast<const char*>(__shfl_sync(0xffffffff, held(from_, block), row & 31));
   }
-  __device__ __forceinline__ const char* of(int row) const {
-    return reinterpret_cast<const char*>(ask(from_, row));
-  }
-  // The page of a key that is copied from one.
-  __device__ __forceinline__ int page_of(int row) const { return ask(pages_, row); }
 
  private:
   template <typename T>
@@ -164,18 +161,57 @@ class HeldPlaces {
     }
     return one;
   }
-  template <typename T>
-  static __device__ __forceinline__ T ask(const T (&all)[kHeld], int row) {
-    T asked[kHeld];
+  const int lane_;
+  int entries_[kHeld];
+  uint64_t from_[kHeld];
+};
+
+// The same of keys in a cache of bytes, as chunks of 16 bytes from the pool's beginning: half the registers,
+// and half the questions. A pool has fewer than kBadChunk.
+constexpr uint32_t kNowhere = ~0u, kBadChunk = kNowhere - 1;
+template <Role kRole, int kRows>
+class HeldChunks {
+ public:
+  static constexpr int kHeld = (kRows + 31) / 32;
+
+  __device__ explicit HeldChunks(int lane) : lane_(lane) {}
+
+  __device__ __forceinline__ void look_up(const Places<kRole>& places, int first) {
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) asked[j] = __shfl_sync(0xffffffff, all[j], row & 31);
-    return held(asked, row >> 5);
+    for (int j = 0; j < kHeld; ++j) entries_[j] = places.entry_of(first + j * 32 + lane_);
+  }
+  // The page of a key of the lane's own that has been looked up; negative: it is in none.
+  __device__ __forceinline__ int page(const Places<kRole>& places, int key, int j) const {
+    return places.is_paged(key) && !places.leads_nowhere(key, entries_[j]) ? entries_[j] : -1;
+  }
+  __device__ __forceinline__ void settle(const Places<kRole>& places, int first) {
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const int key = first + j * 32 + lane_, entry = page(places, key, j);
+      chunks_[j] = entry >= 0 ? places.chunk(key, entry) : places.is_paged(key) ? kBadChunk : kNowhere;
+    }
+  }
+  // Which of the lane's own, a bit each, lead to pages that are not there.
+  __device__ __forceinline__ uint32_t bad() const {
+    uint32_t bad = 0;
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) bad |= (chunks_[j] == kBadChunk && j * 32 + lane_ < kRows) << j;
+    return bad;
+  }
+  // The warp asks for some of a block of 32.
+  __device__ __forceinline__ uint32_t of(int row, int block) const {
+    uint32_t chunk = chunks_[0];
+#pragma unroll
+    for (int j = 1; j < kHeld; ++j) {
+      if (block == j) chunk = chunks_[j];
+    }
+    return __shfl_sync(0xffffffff, chunk, row & 31);
   }
 
-  const Places<kRole>& places_;
+ private:
   const int lane_;
-  int entries_[kHeld], pages_[kHeld];
-  uint64_t from_[kHeld];
+  int entries_[kHeld];
+  uint32_t chunks_[kHeld];
 };
 
 }  // namespace pallas_attn::attention::sm90
