@@ -139,7 +139,7 @@ bool run(const Case& c, ElementType type, float limit) {
   auto* const to_key = unwritten<Element>(d_key.size());
   auto* const to_value = unwritten<Element>(d_value.size());
   params.d_query = to_query, params.d_key = to_key, params.d_value = to_value;
-  const auto needs = sm90::backward::needs_of(c.dim, c.value_dim);
+  const auto needs = sm90::backward::needs_of(c.dim, c.value_dim, false);
   params.counters = unwritten<BackwardCounters>(kMostPasses);
   params.key_tiles = unwritten<ListedTile>(c.kv_len);
   params.query_tiles = unwritten<ListedTile>(c.q_len);

@@ -10,7 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from host_build import build_stand_in
+from test_block_mask import dense
 
+from pallas_attn import block_mask, mods
+from pallas_attn._call import hopper_backward
 from pallas_attn.ops.flash_attention import segments
 
 pytestmark = pytest.mark.once
@@ -19,6 +22,14 @@ pytestmark = pytest.mark.once
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_stand_in(tmp_path_factory.mktemp("stand_in"), "attention_backward")
+
+
+PREFIXES = jnp.array([40, 200], jnp.int32)
+
+
+def by_head(b, h, q, k):
+    """Blocks that are seen by one head alone, in part and whole, and queries and keys that nobody sees."""
+    return (k <= q) & (q - k < 90 * (3 * h + 1)) & (q % 5 > 0) & (k % 7 > 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +53,14 @@ class Case:
     documents: str = ""
     """Ids of queries and keys: each of "packed", "mixed" or "around"."""
     ordered: bool = True
+    mask: mods.MaskMod | None = None
+    blocks: tuple[int, int] = (128, 128)
     seed: int = 0
 
     def __str__(self) -> str:
         default = {field.name: field.default for field in dataclasses.fields(self)}
-        return "-".join(f"{k}={v}" for k, v in dataclasses.asdict(self).items() if v != default[k])
+        given = dataclasses.asdict(self) | {"mask": self.mask and self.mask.__qualname__.split(".")[0]}
+        return "-".join(f"{k}={v}" for k, v in given.items() if v != default[k])
 
     @property
     def scale(self) -> float:
@@ -92,6 +106,8 @@ def seen(case: Case) -> np.ndarray:
     left = case.left < 0 or key >= place - case.left
     right = case.right < 0 or key <= place + case.right
     within = np.broadcast_to(left & right, (case.batch, 1, case.q_len, case.kv_len))
+    if case.mask is not None:
+        return np.array(dense(case.mask, case.batch, case.heads, case.q_len, case.kv_len))
     if not case.documents:
         return within
     q, k = ids(case)
@@ -128,19 +144,34 @@ def exact(case: Case, query, key, value, d_out):
     return gradients, [maximum, rest, delta, np.zeros_like(delta)]
 
 
-def run(program: Path, case: Case, arrays, rows) -> list[np.ndarray]:
+def lists_of(case: Case, most: int = 64):
+    """(Sizes, arrays) of a mask as the kernel takes them."""
+    if case.mask is None:
+        return (0, 0, 0, 0, 0), []
+    made = block_mask(
+        case.mask, q_len=case.q_len, kv_len=case.kv_len, batch=case.batch, num_heads=case.heads,
+        block_q=case.blocks[0], block_kv=case.blocks[1], max_partial=64,
+    )  # fmt: skip
+    (order, _, ends), (key_order, _, key_ends), (words, first) = made.of_queries, made.of_keys, made.bits
+    blocks = hopper_backward.blocks_of((order, ends), (key_order, key_ends), first, words[:most], case.blocks)
+    arrays = [*blocks.of_keys, *blocks.of_queries, blocks.bits]
+    return (*made.shape[:2], *case.blocks, blocks.bits.shape[0]), arrays
+
+
+def run(program: Path, case: Case, arrays, rows, most_bits: int = 64) -> list[np.ndarray]:
     query, key, value, _ = arrays
     sides = segments.sides(*(jnp.asarray(x, jnp.int32) for x in ids(case))) if case.documents else ()
+    list_sizes, listed = lists_of(case, most_bits)
     call = struct.pack(
-        "16i2f",
+        "21i2f",
         *(case.dtype == "float16", case.batch, case.q_len, case.kv_len, case.heads, case.kv_heads),
         *(query.shape[-1], value.shape[-1], case.heads_first, case.left, case.right, case.offset),
         *(case.together, case.ctas, sides[0].table.shape[1] if sides else 0),
-        *(case.ordered, case.scale, case.softcap),
+        *(case.ordered, *list_sizes, case.scale, case.softcap),
     )
     place = (lambda a: a.swapaxes(1, 2)) if case.heads_first else (lambda a: a)
     given = [np.ascontiguousarray(place(a)) for a in arrays] + [np.float32(r) for r in rows]
-    given += [side.table for side in sides] + [side.rank for side in sides]
+    given += [side.table for side in sides] + [side.rank for side in sides] + listed
     done = subprocess.run(
         [program],
         input=call + b"".join(np.asarray(a).tobytes() for a in given),
@@ -184,6 +215,12 @@ def check(case: Case, found, right, most: float) -> None:
         Case(70, 200, head_dim=136, value_dim=256, left=5, right=60, heads_first=True),
         Case(270, 300, documents="around", right=0, ctas=3),
         Case(70, 130, head_dim=192, value_dim=40, documents="mixed"),
+        Case(300, 300, heads=4, kv_heads=2, mask=mods.causal(), ctas=3),
+        Case(260, 390, head_dim=128, mask=mods.sliding_window(150, 20), blocks=(256, 128), dtype="float16"),
+        Case(200, 333, batch=2, head_dim=96, value_dim=120, mask=mods.prefix_lm(PREFIXES), softcap=3.0),
+        Case(290, 290, heads=2, kv_heads=1, head_dim=136, mask=by_head, blocks=(128, 256), heads_first=True),
+        Case(130, 257, head_dim=32, mask=mods.and_masks(), blocks=(128, 512)),
+        Case(256, 256, mask=mods.dilated(3, 200), ctas=1),
     ],
     ids=str,
 )
@@ -228,12 +265,35 @@ def test_the_order_of_sums_is_one(program):
             np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("dim", [64, 192])
-def test_what_keys_share_is_taken_back(program, dim):
-    case = Case(200, 200, right=0, shift=8.0, head_dim=dim)
+@pytest.mark.parametrize("options", [{}, {"head_dim": 192}, {"mask": mods.causal()}], ids=str)
+def test_what_keys_share_is_taken_back(program, options):
+    case = Case(200, 200, right=0, shift=8.0, **options)
     arrays = drawn(case)
     right, rows = exact(case, *arrays)
     check(case, run(program, case, arrays, rows), right, 8e-3)
+
+
+def test_queries_whose_bits_are_beyond_what_is_kept_have_no_gradients(program):
+    """They have no log-sum-exp, either."""
+    case = Case(384, 384, mask=mods.causal())
+    arrays = drawn(case)
+    _, rows = exact(case, *arrays)
+    good = run(program, case, arrays, rows)
+    spoilt = [np.where(np.arange(384) >= 256, np.nan, r) for r in rows]
+    d_query, d_key, d_value = run(program, case, arrays, spoilt, most_bits=2)
+    np.testing.assert_array_equal(d_query[:, :256], good[0][:, :256])
+    for array in (d_query[:, 256:], d_key, d_value):
+        assert np.isnan(array).all()
+
+
+def test_blocks_that_nobody_sees_may_hold_anything(program):
+    case = Case(300, 300, mask=mods.and_masks(mods.causal(), lambda b, h, q, k: (k >= 128) & (q < 256)))
+    arrays = drawn(case)
+    right, rows = exact(case, *arrays)
+    query, key, value, d_out = arrays
+    query[:, :128], key[:, :128], value[:, :128], d_out[:, :128] = [np.nan] * 4
+    query[:, 256:], key[:, 256:], value[:, 256:], d_out[:, 256:] = [np.nan] * 4
+    check(case, run(program, case, arrays, rows), right, 6e-3)
 
 
 @pytest.mark.parametrize("dim", [64, 136])

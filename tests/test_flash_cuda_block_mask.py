@@ -19,6 +19,8 @@ from pallas_attn._tile import triton
 
 gpu = pytest.mark.gpu
 TARGET = "pallas_attn_attention_lists_sm90"
+BACKWARD = "pallas_attn_attention_backward_sm90"
+GRADIENTS = pallas_attn.FlashAttentionCudaConfig(backward="cuda")
 CASES = {
     **on_host.CASES,
     "long": on_host.Case(mods.causal(), 4000, 4000, 128, 128, heads=8, kv_heads=2, keep=True),
@@ -62,23 +64,33 @@ def test_matches_reference(name):
 
 
 @gpu
-@pytest.mark.parametrize("name", ["documents", "by head"])
-def test_gradients_are_those_of_the_tiled_kernels(name):
-    case = CASES[name]._replace(dim=64, value_dim=64)
+@pytest.mark.parametrize("config", [None, GRADIENTS], ids=["tiled", "cuda"])
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [("documents", (64, 64)), ("by head", (64, 64)), ("by sequence", (96, 120)), ("long, by head", (128, 128)),
+     ("documents", (256, 256)), ("long", (200, 136))],
+)  # fmt: skip
+def test_gradients_are_those_of_the_tiled_kernels(name, dims, config):
+    case = CASES[name]._replace(dim=dims[0], value_dim=dims[1])
     arrays, mask = [jnp.asarray(x) for x in on_host.drawn(case)], made(case)
 
-    def gradients(implementation):
+    def gradients(implementation, config=None):
         def loss(*floats):
             attend = functools.partial(
-                pallas_attn.flash_attention, block_mask=mask, implementation=implementation
-            )
+                pallas_attn.flash_attention, block_mask=mask, implementation=implementation, config=config,
+                softcap=case.softcap or None,
+            )  # fmt: skip
             return jnp.sum(jnp.sin(attend(*floats).astype(jnp.float32)))
 
-        return [np.array(x, np.float32) for x in jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)]
+        return jax.jit(jax.grad(loss, (0, 1, 2)))
 
-    for ours, theirs in zip(gradients("cuda"), gradients(triton.first_lowering()), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-2)
-        assert np.abs(theirs).max() > 0.1
+    ours = gradients("cuda", config)
+    found = ours(*arrays)
+    for x, y, again in zip(found, gradients(triton.first_lowering())(*arrays), ours(*arrays), strict=True):
+        np.testing.assert_array_equal(np.array(x, np.float32), np.array(again, np.float32))
+        x, y = np.array(x, np.float32), np.array(y, np.float32)
+        np.testing.assert_allclose(x, y, atol=2e-2)
+        assert np.abs(y).max() > 0.1
 
 
 @gpu
@@ -151,11 +163,22 @@ def test_what_it_does_not_serve_it_says(built, options, dtype, reason):
         jax.eval_shape(functools.partial(over, **options), *shapes(dtype=dtype), IDS)
 
 
-def test_its_gradients_are_not_the_cuda_kernels(built):
-    """Which would not ask the mask."""
-    config = pallas_attn.FlashAttentionCudaConfig(backward="cuda")
-    with abstract_mesh(H100), pytest.raises(ValueError, match="'cuda', which takes no block_mask"):
-        jax.eval_shape(functools.partial(over, config=config), *shapes(), IDS)
+def test_its_gradients_are_the_cuda_kernels_where_they_are_asked_for(built):
+    def loss(query, key, value, ids):
+        return over(query, key, value, ids, config=GRADIENTS).astype(jnp.float32).sum()
+
+    text = lower_for_gpu(jax.grad(loss, (0, 1, 2)), *shapes(), IDS).as_text()
+    [line] = [line for line in text.splitlines() if f"@{BACKWARD}(" in line]
+    assert line.count("tensor<1x1x16x16x2xi32>") == 2
+    assert "tensor<64x2x2x128xi32>" in line
+    assert "block_kv = 128" in line
+    assert "pallas_attn_flash_attention_d" not in text
+
+
+def test_of_smaller_blocks_than_its_tiles_they_are_not(built):
+    reason = "takes blocks of at least 128 queries and 128 keys, got 128 and 64"
+    with abstract_mesh(H100), pytest.raises(ValueError, match=f"'cuda', which {reason}"):
+        jax.eval_shape(functools.partial(over, config=GRADIENTS, block_kv=64), *shapes(), IDS)
 
 
 def test_each_device_has_its_own_lists_and_all_bits(built):
@@ -163,11 +186,16 @@ def test_each_device_has_its_own_lists_and_all_bits(built):
     mask = block_mask(CASES["by head"].mask, q_len=512, kv_len=512, batch=2, num_heads=16, max_partial=200)
     specs = [PartitionSpec("x", None, "y")] * 3
 
-    def attend(query, key, value):
-        return pallas_attn.flash_attention(query, key, value, block_mask=mask, implementation="cuda")
+    def gradients(*floats):
+        def loss(*floats):
+            attend = functools.partial(pallas_attn.flash_attention, block_mask=mask, config=GRADIENTS)
+            return attend(*floats, implementation="cuda").astype(jnp.float32).sum()
 
-    text = lower_for_four(attend, shapes(length=512, batch=2), specs, specs[:1], AxisType.Explicit)
-    [line] = [line for line in text.splitlines() if f"@{TARGET}(" in line]
-    assert "tensor<1x512x8x128xbf16>" in line
-    assert "tensor<1x8x4x4xi32>" in line
-    assert "tensor<200x2x2x128xi32>" in line
+        return jax.grad(loss, (0, 1, 2))(*floats)
+
+    text = lower_for_four(gradients, shapes(length=512, batch=2), specs, specs, AxisType.Explicit)
+    for target, lists in ((TARGET, "tensor<1x8x4x4xi32>"), (BACKWARD, "tensor<1x8x4x4x2xi32>")):
+        [line] = [line for line in text.splitlines() if f"@{target}(" in line]
+        assert "tensor<1x512x8x128xbf16>" in line
+        assert lists in line
+        assert "tensor<200x2x2x128xi32>" in line

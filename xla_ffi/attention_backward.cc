@@ -1,6 +1,8 @@
 // FFI handler of attention's backward pass for sm_90: unpack, check, fill the parameters, launch.
 #include <cuda_runtime.h>
 
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "attention/backward_params.h"
@@ -19,18 +21,43 @@ using attention::BackwardParams;
 using ffi::DataType;
 
 constexpr char kName[] = "pallas_attn_attention_backward_sm90";
+constexpr int64_t kLeastBlock = 128, kMostBlock = int64_t{1} << 30;
+
+// Of a side of `own` tokens in blocks of `block`, which meet blocks of the other side.
+attention::BlockLists lists_of(ArgumentChecker& check, const char* name, const Heads& queries, int64_t own,
+                               int64_t block, ffi::AnyBuffer blocks, ffi::AnyBuffer counts) {
+  attention::BlockLists lists = {};
+  check.array(name, blocks, {-1, -1, -1, -1, 2}, {DataType::S32});
+  if (!check.ok()) return lists;
+  const auto sizes = blocks.dimensions();
+  check.array(name, counts, {sizes[0], sizes[1], sizes[2]}, {DataType::S32});
+  check.require(sizes[0] == 1 || sizes[0] == queries.batch, name,
+                "a batch of 1 or " + std::to_string(queries.batch), std::to_string(sizes[0]));
+  check.require(sizes[1] == 1 || sizes[1] == queries.heads, name,
+                "1 head or " + std::to_string(queries.heads), std::to_string(sizes[1]));
+  check.between(name, " rows", (own - 1) / block + 1, kMaxInt / block, sizes[2]);
+  check.between(name, " entries", 1, kMaxInt, sizes[3]);
+  lists.blocks = static_cast<const attention::ListedBlock*>(blocks.untyped_data());
+  lists.counts = counts.typed_data<int32_t>();
+  lists.batch = static_cast<int>(sizes[0]), lists.heads = static_cast<int>(sizes[1]);
+  lists.rows = static_cast<int>(sizes[2]), lists.pitch = static_cast<int>(sizes[3]);
+  return lists;
+}
 
 ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffer query, ffi::AnyBuffer key,
                               ffi::AnyBuffer value, ffi::AnyBuffer d_out, ffi::AnyBuffer maximum,
                               ffi::AnyBuffer rest, ffi::AnyBuffer delta, ffi::AnyBuffer total,
                               ffi::AnyBuffer q_bounds, ffi::AnyBuffer k_bounds, ffi::AnyBuffer q_ranks,
-                              ffi::AnyBuffer k_ranks, ffi::AnyBuffer num_seqs,
+                              ffi::AnyBuffer k_ranks, ffi::AnyBuffer num_seqs, ffi::AnyBuffer key_blocks,
+                              ffi::AnyBuffer key_counts, ffi::AnyBuffer query_blocks,
+                              ffi::AnyBuffer query_counts, ffi::AnyBuffer bits,
                               ffi::Result<ffi::AnyBuffer> d_query, ffi::Result<ffi::AnyBuffer> d_key,
                               ffi::Result<ffi::AnyBuffer> d_value, ffi::Result<ffi::AnyBuffer> counters,
                               ffi::Result<ffi::AnyBuffer> key_tiles, ffi::Result<ffi::AnyBuffer> query_tiles,
                               ffi::Result<ffi::AnyBuffer> turns, ffi::Result<ffi::AnyBuffer> sums,
                               bool heads_first, bool ordered, int64_t left, int64_t right, int64_t offset,
-                              int64_t heads_together, float scale, float softcap) {
+                              int64_t heads_together, int64_t block_q, int64_t block_kv, float scale,
+                              float softcap) {
   ArgumentChecker check(kName);
   check.array("query", query, {-1, -1, -1, -1}, {DataType::BF16, DataType::F16});
   if (!check.ok()) return check.error();
@@ -64,8 +91,9 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
     check.require(dim > 0 && dim % 8 == 0, name, "heads of a multiple of 8 elements", std::to_string(dim));
   }
   if (!check.ok()) return check.error();
-  const auto needs =
-      attention::sm90::backward::needs_of(static_cast<int>(queries.dim), static_cast<int>(values.dim));
+  const bool listed = bits.element_count() > 0;
+  const auto needs = attention::sm90::backward::needs_of(static_cast<int>(queries.dim),
+                                                         static_cast<int>(values.dim), listed);
   check.require(needs.passes > 0, "query", "heads of a size there is a kernel for",
                 std::to_string(queries.dim));
   if (!check.ok()) return check.error();
@@ -93,6 +121,29 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
   check.array("sums", *sums, {queries.batch, queries.heads, queries.tokens, needs.sum_columns},
               {DataType::F32});
   if (!check.ok()) return check.error();
+  attention::BlockLists of_keys = {}, of_queries = {};
+  if (listed) {
+    check.require(!documents && left < 0 && right < 0, "bits", "neither documents nor bounds beside them",
+                  "some");
+    for (const auto& [name, size] : {std::pair{"block_q", block_q}, {"block_kv", block_kv}}) {
+      check.between(name, "", kLeastBlock, kMostBlock, size);
+      check.require((size & (size - 1)) == 0, name, "a power of two", std::to_string(size));
+    }
+    if (!check.ok()) return check.error();
+    of_keys = lists_of(check, "key_blocks", queries, keys.tokens, block_kv, key_blocks, key_counts);
+    of_queries =
+        lists_of(check, "query_blocks", queries, queries.tokens, block_q, query_blocks, query_counts);
+    check.array("bits", bits, {-1, block_q / 64, block_kv / 64, 128}, {DataType::S32});
+    if (!check.ok()) return check.error();
+    check.between("bits", " words of a thread", 1, kMaxInt, static_cast<int64_t>(bits.element_count()) / 128);
+  } else {
+    for (const auto& [name, array] : {std::pair{"key_blocks", key_blocks},
+                                      {"key_counts", key_counts},
+                                      {"query_blocks", query_blocks},
+                                      {"query_counts", query_counts}}) {
+      check.array(name, array, none, {DataType::S32});
+    }
+  }
   check.between("key", " tiles of all heads", 1, kMaxInt / 2, tiles(keys.tokens) * keys.heads);
   check.between("query", " tiles of all heads", 1, kMaxInt / 2, tiles(queries.tokens) * queries.heads);
   check.between("heads_together", "", 1, keys.heads, heads_together);
@@ -120,6 +171,13 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
   params.q_ranks = optional<int>(q_ranks);
   params.k_ranks = optional<int>(k_ranks);
   params.num_seqs_now = optional<int>(num_seqs);
+  params.of_keys = of_keys, params.of_queries = of_queries;
+  if (listed) {
+    params.bits = static_cast<const uint32_t*>(bits.untyped_data());
+    params.max_bits = static_cast<int>(bits.dimensions()[0]);
+    params.q_shift = highest_bit(static_cast<uint32_t>(block_q));
+    params.k_shift = highest_bit(static_cast<uint32_t>(block_kv));
+  }
   params.counters = static_cast<attention::BackwardCounters*>(counters->untyped_data());
   params.key_tiles = static_cast<attention::ListedTile*>(key_tiles->untyped_data());
   params.query_tiles = static_cast<attention::ListedTile*>(query_tiles->untyped_data());
@@ -166,6 +224,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_backward_sm90, pallas_attn::
                                   .Arg<xla::ffi::AnyBuffer>()  // q_ranks
                                   .Arg<xla::ffi::AnyBuffer>()  // k_ranks
                                   .Arg<xla::ffi::AnyBuffer>()  // num_seqs
+                                  .Arg<xla::ffi::AnyBuffer>()  // key_blocks
+                                  .Arg<xla::ffi::AnyBuffer>()  // key_counts
+                                  .Arg<xla::ffi::AnyBuffer>()  // query_blocks
+                                  .Arg<xla::ffi::AnyBuffer>()  // query_counts
+                                  .Arg<xla::ffi::AnyBuffer>()  // bits
                                   .Ret<xla::ffi::AnyBuffer>()  // d_query
                                   .Ret<xla::ffi::AnyBuffer>()  // d_key
                                   .Ret<xla::ffi::AnyBuffer>()  // d_value
@@ -180,6 +243,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_backward_sm90, pallas_attn::
                                   .Attr<int64_t>("right")
                                   .Attr<int64_t>("offset")
                                   .Attr<int64_t>("heads_together")
+                                  .Attr<int64_t>("block_q")
+                                  .Attr<int64_t>("block_kv")
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

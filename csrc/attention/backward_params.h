@@ -16,6 +16,19 @@ struct alignas(16) ListedTile {
   int before;  // the number of the tile in front of it that has tokens, too; negative: none
 };
 
+// A block of the other side that a block's tokens meet. 8 bytes, so that it is loaded at once.
+struct alignas(8) ListedBlock {
+  int number;  // of the other side's blocks
+  int bits;    // the number that the pair of blocks has in `bits`; negative: all of its pairs count
+};
+
+// For each block of one side, those of the other that it meets.
+struct BlockLists {
+  const ListedBlock* blocks;  // [batch or 1, num_heads or 1, rows, pitch]; null: no lists
+  const int* counts;          // [batch or 1, num_heads or 1, rows]: how many there are
+  int batch, heads, rows, pitch;
+};
+
 // What the kernels in a row tell each other.
 struct BackwardCounters {
   int taken;  // tiles that CTAs have asked for
@@ -34,6 +47,12 @@ struct BackwardParams {
   const int* q_ranks;       // documents: [batch, q_len], the number among its batch's of the one that a
   const int* k_ranks;       // token is of; [batch, kv_len]
   const int* num_seqs_now;  // how many documents there are in each batch; null: seqs_per_batch
+
+  // A mask, in place of documents and of `left` and `right`; of either side.
+  BlockLists of_keys, of_queries;
+  const uint32_t* bits;  // [max_bits, queries / 64, keys / 64, 128 threads], as they hold 64 x 64 scores
+  int max_bits;
+  int q_shift, k_shift;  // log2 of a block's queries and keys, at least 7
 
   // A number a query, [batch, num_heads, q_len]. The log-sum-exp in two parts, both finite: a maximum of what
   // is scaled, and the rest in base 2; what is taken off the gradients of weights; and the sum over keys of

@@ -1,5 +1,7 @@
 """The CUDA kernel of csrc/attention/sm90/backward, called through XLA's FFI."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,13 +14,47 @@ DIMS = (64, 96, 128)
 """Widths of heads whose gradients are made in one pass; others are filled up. Wider ones, up to the widest of the
 forward kernel, take three."""
 BLOCK_KV = 128
-"""Keys of a tile, and queries where there are three passes."""
+"""Keys of a tile, and queries where there are three passes; the fewest of a mask's block."""
 COUNT_COLUMNS = 8
 """Of a row of sums, behind a query's gradient: what was multiplied with keys."""
 MOST_PASSES = 3
 HEADS_TOGETHER = 16
 """KV heads whose key tiles are interleaved. Tiles of one head wait for each other, so few of them should start
 together: of 1, 2, 4, 7 and 16 this was the fastest at 2k, 4k and 16k causal tokens (H200)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """A mask's blocks of BLOCK_KV tokens and more: for each of one side those of the other that it meets.
+
+    of_keys, of_queries: [batch or 1, heads or 1, rows, columns, 2], each its number, and the number that the pair has
+        among `bits`, or -1 where all of it is seen; and [batch or 1, heads or 1, rows], how many there are.
+    bits: `mods.bits.Bits.words`.
+    """
+
+    of_keys: tuple[jax.Array, jax.Array]
+    of_queries: tuple[jax.Array, jax.Array]
+    bits: jax.Array
+    block_q: int
+    block_kv: int
+
+
+def blocks_of(of_queries, of_keys, first_bits: jax.Array, bits: jax.Array, block: tuple[int, int]) -> Blocks:
+    """From lists, (order [batch or 1, heads or 1, rows, columns], ends [..., 2]), which name whole blocks first. Bits
+    are in the order of queries' lists, those of a row from its `first_bits` on."""
+    order, ends = of_queries
+    place = jnp.arange(order.shape[-1], dtype=jnp.int32)
+    whole = ends[..., :1]
+    numbers = jnp.where(place < whole, -1, first_bits[..., None] + place - whole)
+    by_block = jnp.take_along_axis(numbers, jnp.argsort(order, axis=-1), axis=-1)
+    key_order, key_ends = of_keys
+    key_numbers = jnp.take_along_axis(jnp.swapaxes(by_block, -1, -2), key_order, axis=-1)
+    return Blocks(
+        (jnp.stack([key_order, key_numbers], axis=-1), key_ends[..., 1]),
+        (jnp.stack([order, numbers], axis=-1), ends[..., 1]),
+        bits,
+        *block,
+    )
 
 
 def backward(
@@ -36,6 +72,7 @@ def backward(
     softcap: float | None = None,
     heads_first: bool = False,
     ordered: bool = True,
+    blocks: Blocks | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value.
 
@@ -47,6 +84,7 @@ def backward(
         ordered: gradients of queries are added up in one order, so that the same inputs give the same bits. Without,
             they are in the order in which tiles happen to finish: the last bits vary from run to run. Heads that take
             three passes add nothing in memory: their bits are the same either way.
+        blocks: a mask, in place of documents and bounds. All heads then take three passes.
 
     vmap calls it once for each entry of the batch, sequentially.
     """
@@ -55,7 +93,7 @@ def backward(
     tokens, heads = (query.shape[2], query.shape[1]) if heads_first else query.shape[1:3]
     kv_tokens, kv_heads = (key.shape[2], key.shape[1]) if heads_first else key.shape[1:3]
     widest = max(head_dim, value.shape[-1])
-    width = next((dim for dim in DIMS if widest <= dim), None)
+    width = None if blocks else next((dim for dim in DIMS if widest <= dim), None)
     documents = sequences.q_table is not None
 
     def tiles(tokens: int) -> jax.ShapeDtypeStruct:
@@ -95,11 +133,14 @@ def backward(
         or_nothing(sequences.q_ranks),
         or_nothing(sequences.k_ranks),
         or_nothing(sequences.num_seqs),
+        *((*blocks.of_keys, *blocks.of_queries, blocks.bits) if blocks else [nothing] * 5),
         heads_first=heads_first,
         ordered=ordered,
         left=bound(left),
         right=bound(right),
         offset=np.int64(offset),
+        block_q=np.int64(blocks.block_q if blocks else 0),
+        block_kv=np.int64(blocks.block_kv if blocks else 0),
         heads_together=np.int64(min(kv_heads, HEADS_TOGETHER)),
         scale=np.float32(scale),
         softcap=np.float32(softcap or 0.0),

@@ -26,6 +26,8 @@ struct Call {
   int heads_first, left, right, offset, together, ctas;
   int documents;  // rows of their tables; 0: none
   int ordered;
+  // A mask: of its lists, and how many pairs of blocks have bits; 0: none.
+  int list_batch, list_heads, block_q, block_kv, max_bits;
   float scale, cap;
 };
 
@@ -84,6 +86,22 @@ void run_passes(BackwardParams& params, const Call& call) {
   });
 }
 
+// As many as there are.
+struct ReadLists {
+  Array<ListedBlock> blocks;
+  Array<int> counts;
+  BlockLists lists;
+
+  ReadLists(const Call& call, int rows, int pitch)
+      : blocks(Array<ListedBlock>(lists_of(call) * rows * pitch).read()),
+        counts(Array<int>(lists_of(call) * rows).read()) {
+    lists = {blocks.data(), counts.data(), call.list_batch, call.list_heads, rows, pitch};
+  }
+
+ private:
+  static size_t lists_of(const Call& call) { return size_t{1} * call.list_batch * call.list_heads; }
+};
+
 }  // namespace
 
 int main() {
@@ -111,6 +129,17 @@ int main() {
   auto k_table = Array<int>(table).read();
   auto q_ranks = Array<int>(table == 0 ? 0 : call.batch * call.q_len).read();
   auto k_ranks = Array<int>(table == 0 ? 0 : call.batch * call.kv_len).read();
+  const bool listed = call.max_bits > 0;
+  const int rows = listed ? ceil_div(call.q_len, call.block_q) : 0;
+  const int columns = listed ? ceil_div(call.kv_len, call.block_kv) : 0;
+  ReadLists of_keys(call, columns, rows), of_queries(call, rows, columns);
+  auto bits =
+      Array<uint32_t>(listed ? size_t{1} * call.max_bits * call.block_q * call.block_kv / 32 : 0).read();
+  if (listed) {
+    params.of_keys = of_keys.lists, params.of_queries = of_queries.lists;
+    params.bits = bits.data(), params.max_bits = call.max_bits;
+    params.q_shift = highest_bit(call.block_q), params.k_shift = highest_bit(call.block_kv);
+  }
   Array<uint16_t> d_query(queries * call.head_dim), d_key(keys * call.head_dim),
       d_value(keys * call.value_dim);
   params.query = query.data(), params.key = key.data(), params.value = value.data();
@@ -136,7 +165,7 @@ int main() {
     params.seqs_per_batch = call.documents;
   }
   params.scale = call.scale, params.softcap = call.cap;
-  attention::sm90::backward::with_shape(call.head_dim, call.value_dim, 0, [&](auto shape) {
+  const auto launch = [&](auto shape) {
     using Shape = decltype(shape);
     if constexpr (Shape::kPasses == 1) {
       call.fp16 ? run<__half, Shape>(params, call) : run<__nv_bfloat16, Shape>(params, call);
@@ -144,7 +173,12 @@ int main() {
       call.fp16 ? run_passes<__half, Shape>(params, call) : run_passes<__nv_bfloat16, Shape>(params, call);
     }
     return 0;
-  });
+  };
+  if (listed) {
+    attention::sm90::backward::with_listed_shape(call.head_dim, call.value_dim, 0, launch);
+  } else {
+    attention::sm90::backward::with_shape(call.head_dim, call.value_dim, 0, launch);
+  }
   d_query.write();
   d_key.write();
   d_value.write();

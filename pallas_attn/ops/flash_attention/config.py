@@ -55,8 +55,9 @@ class FlashAttentionConfig:
 class FlashAttentionCudaConfig:
     """How `implementation="cuda"` works out gradients of queries, keys and values.
 
-    backward: "cuda", for all that the forward kernel serves but block masks; or "tiled", the two kernels of "pallas"
-        (of "triton", where Pallas has no such lowering). None takes what measured faster: "tiled", so far always.
+    backward: "cuda", for all that the forward kernel serves but block masks in blocks of fewer than 128 keys; or
+        "tiled", the two kernels of "pallas" (of "triton", where Pallas has no such lowering). None takes what measured
+        faster: "tiled", so far always.
     """
 
     backward: Literal["cuda", "tiled"] | None = None

@@ -11,6 +11,7 @@ import numpy as np
 from pallas_attn._call import hopper_backward, hopper_forward, hopper_lists, sharding
 from pallas_attn._call.checks import fail
 from pallas_attn._tile import low_bits, softmax
+from pallas_attn._tile.band import Band
 from pallas_attn.mods.operands import Mods, refused_by_cuda
 from pallas_attn.ops.flash_attention.config import FlashAttentionCudaConfig
 from pallas_attn.ops.flash_attention.operands import BackwardOperands, Operands
@@ -63,7 +64,11 @@ def is_slower(operands: Operands) -> bool:
 
 def backward_unsupported(operands: Operands) -> str | None:
     """Of what `unsupported` leaves: the reason the CUDA kernel cannot serve its gradients, or None."""
-    return None if operands.mods is None else "takes no block_mask"
+    least = hopper_backward.BLOCK_KV
+    if operands.mods is not None and min(operands.mods.block) < least:
+        queries, keys = operands.mods.block
+        return f"takes blocks of at least {least} queries and {least} keys, got {queries} and {keys}"
+    return None
 
 
 def backward_is_slower(operands: Operands) -> bool:
@@ -148,6 +153,9 @@ def backward(operands: BackwardOperands) -> tuple[jax.Array, jax.Array, jax.Arra
         return array.reshape(problem.batch, -1, problem.q_len)
 
     rows = operands.maximum, operands.rest, operands.delta, operands.total
+    blocks, band = None, rules.band
+    if operands.mods is not None:
+        blocks, band = _blocks(operands.mods), Band()
     d_query, d_key, d_value = hopper_backward.backward(
         whole(operands.query),
         operands.key,
@@ -156,11 +164,12 @@ def backward(operands: BackwardOperands) -> tuple[jax.Array, jax.Array, jax.Arra
         tuple(map(by_head, rows)),
         _sequences(operands),
         scale=rules.scale,
-        left=rules.band.left,
-        right=rules.band.right,
-        offset=rules.band.offset,
+        left=band.left,
+        right=band.right,
+        offset=band.offset,
         softcap=rules.softcap,
         heads_first=heads_first,
+        blocks=blocks,
     )
     gradients = d_query.reshape(operands.query.shape), d_key, d_value
     return sharding.vary(gradients, sharding.varying_axes(operands))
@@ -170,12 +179,23 @@ def _lists(mods: Mods) -> hopper_lists.OfMask:
     assert mods.of_queries is not None
     assert mods.bits is not None
 
-    def of_heads(array: jax.Array) -> jax.Array:
-        return array.reshape(array.shape[0], -1, *array.shape[3:])
+    order, _, ends = map(_of_heads, mods.of_queries)
+    return hopper_lists.OfMask(order, ends, _of_heads(mods.bits.first), mods.bits.words, *mods.block)
 
-    order, _, ends = mods.of_queries
-    first = of_heads(mods.bits.first)
-    return hopper_lists.OfMask(of_heads(order), of_heads(ends), first, mods.bits.words, *mods.block)
+
+def _blocks(mods: Mods) -> hopper_backward.Blocks:
+    assert mods.of_queries is not None
+    assert mods.of_keys is not None
+    assert mods.bits is not None
+    (order, _, ends), (key_order, _, key_ends) = (
+        map(_of_heads, side) for side in (mods.of_queries, mods.of_keys)
+    )
+    first, words = _of_heads(mods.bits.first), mods.bits.words
+    return hopper_backward.blocks_of((order, ends), (key_order, key_ends), first, words, mods.block)
+
+
+def _of_heads(array: jax.Array) -> jax.Array:
+    return array.reshape(array.shape[0], -1, *array.shape[3:])
 
 
 def _sequences(operands: Operands) -> hopper_forward.Sequences:

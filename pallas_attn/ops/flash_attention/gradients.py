@@ -66,7 +66,8 @@ def _gradients(
         d_out = jnp.where(blind[..., None], 0, d_out)
     # A query that sees nothing has logits of -inf alone, and weights of 0 whatever is taken off.
     maximum, rest = map(softmax.finite, lse)
-    given = vars(dataclasses.replace(without_bits(operands), padding=None))
+    own = call.implementation == "cuda" and cuda.takes_backward(operands, call.config)
+    given = vars(dataclasses.replace(operands if own else without_bits(operands), padding=None))
     backward = BackwardOperands(
         **given, d_out=d_out, maximum=maximum, rest=rest, delta=found.delta, total=found.total
     )
@@ -74,7 +75,6 @@ def _gradients(
     which = ("query", "key", "value")
     if asked.keys() & set(which):
         dims = (QUERIES(operands), KEYS(operands), KEYS(operands))
-        own = call.implementation == "cuda" and cuda.takes_backward(operands, call.config)
         step = "cuda_backward" if own else "backward"
         gradients |= zip(which, call.run(backward, step=step, results=dims), strict=True)
     if "sinks" in asked:

@@ -40,7 +40,7 @@ class Adder {
 
   __device__ __forceinline__ void add(const Tile& tile, const Step& step, int steps) {
     const Place<kAdders> at = {steps};
-    const int query = step.query * kQueries, end = min(query + kQueries, tile.band.q_len);
+    const int query = step.met * kQueries, end = min(query + kQueries, tile.band.q_len);
     const int head = tile.head * params_.group + step.head;
     // Behind which key tile this one adds: what of its sequence some query of the step sees, if anything.
     const bool first = tile.before < tile.band.keys_of(query, end - 1).begin / Shape::kKeys;

@@ -8,12 +8,12 @@
 
 namespace pallas_attn::attention::sm90::backward {
 
-// What heads of these sizes take: passes, 0 if no kernel has such heads; tokens of a tile that is held; and
-// columns of sums, 0 if no gradients are added up in memory.
+// What heads of these sizes take, where lists name blocks or not: passes, 0 if no kernel has such heads;
+// tokens of a tile that is held; and columns of sums, 0 if no gradients are added up in memory.
 struct Needs {
   int passes, held, sum_columns;
 };
-Needs needs_of(int head_dim, int value_dim);
+Needs needs_of(int head_dim, int value_dim, bool listed);
 
 LaunchStatus launch_backward(const BackwardParams& params, cudaStream_t stream);
 

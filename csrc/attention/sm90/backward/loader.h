@@ -68,12 +68,12 @@ class Loader {
   __device__ __forceinline__ void load_queries(const Tile& tile, const Step& step) {
     const Place<kQueryStages> at = {steps_};
     fetch(smem_.queries, at, smem_.sQ[at.stage()], maps_.query, tile.head * params_.group + step.head,
-          tile.query + step.query * Shape::kQueries, tile.batch);
+          tile.query + step.met * Shape::kQueries, tile.batch);
   }
   __device__ __forceinline__ void load_outs(const Tile& tile, const Step& step) {
     const Place<kOutStages> at = {steps_};
     fetch(smem_.outs, at, smem_.sdO[at.stage()], maps_.d_out, tile.head * params_.group + step.head,
-          tile.query + step.query * Shape::kQueries, tile.batch);
+          tile.query + step.met * Shape::kQueries, tile.batch);
   }
 
   template <typename Buffers, typename At, typename Pieces>

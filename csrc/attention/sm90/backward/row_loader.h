@@ -12,30 +12,31 @@
 
 namespace pallas_attn::attention::sm90::backward {
 
-template <int kQueries, int kStages, typename Plan>
+// `Steps`: their head and place, as Step has them.
+template <int kQueries, int kStages, typename Steps, typename Plan>
 __device__ __forceinline__ void load_rows(const BackwardParams& params, Plan& smem, int lane) {
   using TileRows = Rows<kQueries>;
   ptx::wait_for_previous_kernel();
   int count = 0;
   each_tile(smem, lane, [&](const Tile& tile) {
-    Step step(tile.met);
+    Steps steps(params, tile);
     do {
-      const Place<kStages> steps = {count++};
-      ptx::mbarrier_wait(&smem.numbers.empty[steps.stage()][0], steps.empty());
-      TileRows& rows = smem.rows[steps.stage()];
-      const int64_t head = int64_t{tile.batch} * params.num_heads + tile.head * params.group + step.head;
+      const Place<kStages> place = {count++};
+      ptx::mbarrier_wait(&smem.numbers.empty[place.stage()][0], place.empty());
+      TileRows& rows = smem.rows[place.stage()];
+      const int64_t head = int64_t{tile.batch} * params.num_heads + tile.head * params.group + steps.head;
       const int64_t first = head * params.q_len + tile.query;
       const uint32_t lse = ptx::shared_address(rows.lse), delta = ptx::shared_address(rows.delta);
 #pragma unroll 1
       for (int i = lane; i < kQueries; i += 32) {
         // Behind the last one it is the last again: nobody asks what comes of it.
-        const int64_t at = first + min(step.query * kQueries + i, tile.band.q_len - 1);
+        const int64_t at = first + min(steps.met * kQueries + i, tile.band.q_len - 1);
         ptx::copy_word_async(lse + TileRows::lse_word(i) * 4, params.maximum + at);
         ptx::copy_word_async(lse + TileRows::lse_word(i) * 4 + 8, params.rest + at);
         ptx::copy_word_async(delta + TileRows::delta_word(i) * 4, params.delta + at);
       }
-      ptx::arrive_behind_copies(&smem.numbers.full[steps.stage()][0]);
-    } while (step.advance(tile.met, params.group));
+      ptx::arrive_behind_copies(&smem.numbers.full[place.stage()][0]);
+    } while (steps.advance(params, tile));
   });
 }
 

@@ -59,6 +59,7 @@ struct Tile {
   Band band;
   Span met;           // tiles of the other side that it meets
   Span open;          // of those, the ones in which all pairs count
+  int steps;          // in three passes: how many there are
   Span held_queries;  // that see some key of the sequence; others may hold NaN
   Span held_keys;     // that some query sees
   // Where not all queries (keys) between its first and last are the document's: the rank of those that are;
@@ -98,15 +99,33 @@ struct Tile {
 // A tile's steps: head by head, the last query tile first. Under a causal mask all key tiles meet that one,
 // and follow each other.
 struct Step {
-  int head, query;
+  int head, met;
 
   Step() = default;
-  __device__ explicit Step(const Span& met) : head(0), query(met.end - 1) {}
+  __device__ explicit Step(const Span& tiles) : head(0), met(tiles.end - 1) {}
   // False behind the last one of `group` heads.
-  __device__ __forceinline__ bool advance(const Span& met, int group) {
-    if (--query >= met.begin) return true;
-    query = met.end - 1;
+  __device__ __forceinline__ bool advance(const Span& tiles, int group) {
+    if (--met >= tiles.begin) return true;
+    met = tiles.end - 1;
     return ++head < group;
+  }
+};
+
+// Heads of the other side that a tile meets.
+template <Side kSide>
+__device__ __forceinline__ int met_heads(const BackwardParams& params) {
+  return kSide == Side::kKeys ? params.group : 1;
+}
+
+// Those of either side.
+template <Side kSide>
+struct BandSteps : Step {
+  __device__ BandSteps(const BackwardParams&, const Tile& tile) : Step(tile.met) {}
+  __device__ __forceinline__ bool advance(const BackwardParams& params, const Tile& tile) {
+    return Step::advance(tile.met, met_heads<kSide>(params));
+  }
+  static __device__ __forceinline__ int count(const BackwardParams& params, const Tile& tile) {
+    return (tile.met.end - tile.met.begin) * met_heads<kSide>(params);
   }
 };
 

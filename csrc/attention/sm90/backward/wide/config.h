@@ -1,5 +1,6 @@
 // Heads too wide for one pass, in which gradients of 128 keys and of their values take 128 x 256 registers
-// each: three passes instead, of one gradient each, and one kernel that is all three.
+// each: three passes instead, of one gradient each, and one kernel that is all three. Heads of any width take
+// them where lists name the blocks that meet: no pass waits for another tile, so there is no order to keep.
 //
 //   held tile  128 neighbouring tokens of a head, keys or queries; a math warpgroup has 64 of them, and their
 //              gradients are its accumulators
@@ -20,22 +21,28 @@ namespace pallas_attn::attention::sm90::backward::wide {
 
 using namespace pallas_attn::sm90;
 
-template <int kDim_, int kValueDim_>
+template <int kDim_, int kValueDim_, bool kListed_ = false>
 struct ShapeOf {
   static constexpr int kPasses = 3;
+  static constexpr bool kListed = kListed_;  // lists name what a tile meets
   static constexpr int kDim = kDim_, kValueDim = kValueDim_;
+  // Of a thread. Who walks lists has use for more, where gradients leave some.
+  static constexpr int kFeederRegisters = kListed && kDim <= 128 ? 56 : 24;
+  static constexpr int kConsumerRegisters = (3 * 168 - kFeederRegisters) / 2;
   static constexpr int kPieces = kDim / kPieceDims, kValuePieces = kValueDim / kPieceDims;
   static_assert(kDim % kPieceDims == 0 && kValueDim % kPieceDims == 0);
 };
 
 using Shape192x128 = ShapeOf<192, 128>;
 using Shape256 = ShapeOf<256, 256>;
+using Listed64 = ShapeOf<64, 64, true>;
+using Listed128 = ShapeOf<128, 128, true>;
+using Listed256 = ShapeOf<256, 256, true>;
 
 constexpr int kMath = 2;  // math warpgroups
 constexpr int kHeld = kMath * kFragmentRows, kMet = 64;
 constexpr int kConsumerThreads = kMath * kWarpgroupThreads, kConsumerWarps = kConsumerThreads / 32;
 constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
-constexpr int kConsumerRegisters = 240, kFeederRegisters = 24;
 
 // Of the last warpgroup.
 enum Feeder { kLoader = 0, kRowLoader = 1, kFeeders = 2 };
@@ -47,6 +54,7 @@ template <typename Shape, Gradient kGradient>
 struct PassOf {
   using Dims = Shape;
   static constexpr Gradient kOf = kGradient;
+  static constexpr bool kListed = Shape::kListed;
   static constexpr Side kSide = kOf == Gradient::kQueries ? Side::kQueries : Side::kKeys;
   static constexpr bool kHoldsQueries = kSide == Side::kQueries;
   // Gradients of values are products of weights alone.

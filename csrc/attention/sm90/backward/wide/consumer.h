@@ -13,6 +13,7 @@
 #include "attention/sm90/backward/store.h"
 #include "attention/sm90/backward/weights.h"
 #include "attention/sm90/backward/wide/smem_plan.h"
+#include "attention/sm90/backward/wide/steps.h"
 #include "ptx/control.h"
 #include "ptx/mbarrier.h"
 
@@ -90,7 +91,7 @@ class Consumer {
     if (uniform(tile().head) < 0) return false;
     met_ = {uniform(tile().met.begin), uniform(tile().met.end)};
     open_ = {uniform(tile().open.begin), uniform(tile().open.end)};
-    left_ = (met_.end - met_.begin) * (Pass::kHoldsQueries ? 1 : params_.group);
+    left_ = uniform(tile().steps);
     at_met_ = met_.end - 1;
     return true;
   }
@@ -114,6 +115,7 @@ class Consumer {
     const int qk = Place<Pass::kQkStages>{steps_}.stage(), vo = Place<Pass::kVoStages>{steps_}.stage();
     const int row = warpgroup_ * kFragmentRows;
     wait_until_full(smem_.qk_met, steps_);
+    if constexpr (Pass::kListed) seen_ = uniform(smem_.seen[qk]);
     if constexpr (Pass::kDifferentiates) clear_others(smem_.met_qk[qk]);
     ptx::wgmma_claim(rS);
     multiply_rows<Element, Dims::kDim, kHeldPieceBytes, kMetPieceBytes>(rS, smem_.held_qk[0][row],
@@ -165,10 +167,11 @@ class Consumer {
     }
   }
 
-  // Rows of a step that are not the sequence's, or count for nobody: zero times NaN is NaN.
+  // Rows of a step that are not the sequence's, or count for nobody: zero times NaN is NaN. Lists have all of
+  // an array's, and what lies behind its end is zero.
   template <typename Pieces>
   __device__ __forceinline__ void clear_others(Pieces& pieces) {
-    if (is_open()) return;
+    if (Pass::kListed || is_open()) return;
     constexpr Side kSide = other(Pass::kSide);
     const int first = at_met_ * kMet;
     if (!tile().template has_others<kSide>(params_, first, kMet)) return;
@@ -184,11 +187,13 @@ class Consumer {
   }
 
   __device__ __forceinline__ bool is_open() const {
+    if constexpr (Pass::kListed) return seen_ < 0;
     return __builtin_expect(at_met_ >= open_.begin && at_met_ < open_.end, true);
   }
   // Where not all pairs of a step count.
   __device__ __forceinline__ void mask(float (&d)[kPairs]) const {
     if (is_open()) return;
+    if constexpr (Pass::kListed) return mask_by_bits<Pass>(d, params_, seen_, warpgroup_, thread_, at_);
     constexpr Side kMetSide = other(Pass::kSide);
     const int first = at_met_ * kMet;
     Seen<Pass::kSide>(params_, tile(), first, warpgroup_ * kFragmentRows, at_).mask(d);
@@ -278,6 +283,7 @@ class Consumer {
   // The held tile's met tiles, those in which all pairs count, and the step's; steps that are left with it.
   Span met_, open_;
   int at_met_, left_;
+  int seen_;  // of lists: which pairs of the step count
   float excess_[kRowsPerThread];
 };
 

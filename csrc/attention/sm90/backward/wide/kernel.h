@@ -26,12 +26,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int role = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0);
   const int thread = threadIdx.x % kWarpgroupThreads;
   if (role < kMath) {
-    ptx::raise_registers<kConsumerRegisters>();
+    ptx::raise_registers<Pass::Dims::kConsumerRegisters>();
     // What comes of what came before is waited for by those who load.
     Consumer<Element, Pass>(params, smem, role, thread).work();
     return;
   }
-  ptx::lower_registers<kFeederRegisters>();
+  ptx::lower_registers<Pass::Dims::kFeederRegisters>();
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
   const int lane = thread % 32;
   if (warp == kLoader) Loader<Pass>(params, maps, smem, lane).work();

@@ -5,6 +5,7 @@
 #include "attention/backward_params.h"
 #include "attention/sm90/backward/maps.h"
 #include "attention/sm90/backward/wide/smem_plan.h"
+#include "attention/sm90/backward/wide/steps.h"
 #include "ptx/control.h"
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
@@ -15,6 +16,7 @@ template <typename Pass>
 class Loader {
  public:
   using Plan = SmemPlan<Pass>;
+  using Steps = StepsOf<Pass>;
 
   __device__ Loader(const BackwardParams& params, const Maps& maps, Plan& smem, int lane)
       : params_(params), maps_(maps), smem_(smem), lane_(lane) {}
@@ -28,10 +30,13 @@ class Loader {
       Tile& tile = smem_.tiles[place.stage()];
       // Not before there is room for it: tiles wait for those that others have taken before them.
       const int index = list.take(lane_);
-      if (lane_ == 0) list.find(index, tile);
+      if (lane_ == 0) {
+        list.find(index, tile);
+        if (tile.head >= 0) tile.steps = Steps::count(params_, tile);
+      }
       __syncwarp();
       const bool more = tile.head >= 0;
-      const bool skips = more && tile.met.begin == tile.met.end;
+      const bool skips = more && tile.steps == 0;
       if (skips) answer_unseen(tile);
       __syncwarp();  // lane 0 may write the next tile over it
       if (skips) continue;
@@ -52,7 +57,7 @@ class Loader {
   __device__ void load(const Tile& tile, int count) {
     const int query = tile.query + tile.first, key = tile.key + tile.first;
     const Place<1> held = {count};
-    Step step(tile.met);
+    Steps step(params_, tile);
     if constexpr (Pass::kHoldsQueries) {
       fetch(smem_.qk_held, held, smem_.held_qk, maps_.query, tile.head, query, tile.batch);
       load_qk(tile, step);
@@ -65,27 +70,30 @@ class Loader {
       }
     }
     load_vo(tile, step);
-    for (++steps_; step.advance(tile.met, group()); ++steps_) {
+    for (++steps_; step.advance(params_, tile); ++steps_) {
       load_qk(tile, step);
       load_vo(tile, step);
     }
   }
-  __device__ __forceinline__ int group() const { return Pass::kHoldsQueries ? 1 : params_.group; }
-  __device__ __forceinline__ void load_qk(const Tile& tile, const Step& step) {
+  __device__ __forceinline__ void load_qk(const Tile& tile, const Steps& step) {
     const Place<Pass::kQkStages> at = {steps_};
+    if constexpr (Pass::kListed) {
+      ptx::mbarrier_wait(&smem_.qk_met.empty[at.stage()][0], at.empty());
+      smem_.seen[at.stage()] = step.seen;
+    }
     load_met(smem_.qk_met, at, smem_.met_qk[at.stage()], Pass::kHoldsQueries ? maps_.key : maps_.query, tile,
              step);
   }
-  __device__ __forceinline__ void load_vo(const Tile& tile, const Step& step) {
+  __device__ __forceinline__ void load_vo(const Tile& tile, const Steps& step) {
     const Place<Pass::kVoStages> at = {steps_};
     load_met(smem_.vo_met, at, smem_.met_vo[at.stage()], Pass::kHoldsQueries ? maps_.value : maps_.d_out,
              tile, step);
   }
   template <typename Buffers, typename At, typename Pieces>
   __device__ __forceinline__ void load_met(Buffers& ring, const At& at, Pieces& pieces,
-                                           const CUtensorMap& map, const Tile& tile, const Step& step) {
+                                           const CUtensorMap& map, const Tile& tile, const Steps& step) {
     const int head = Pass::kHoldsQueries ? tile.head / params_.group : tile.head * params_.group + step.head;
-    fetch(ring, at, pieces, map, head, (Pass::kHoldsQueries ? tile.key : tile.query) + step.query * kMet,
+    fetch(ring, at, pieces, map, head, (Pass::kHoldsQueries ? tile.key : tile.query) + step.met * kMet,
           tile.batch);
   }
 

@@ -6,13 +6,14 @@
 #include "attention/sm90/backward/mean.h"
 #include "attention/sm90/backward/row_loader.h"
 #include "attention/sm90/backward/wide/smem_plan.h"
+#include "attention/sm90/backward/wide/steps.h"
 
 namespace pallas_attn::attention::sm90::backward::wide {
 
 template <typename Element, typename Pass>
 __device__ __forceinline__ void load_numbers(const BackwardParams& params, SmemPlan<Pass>& smem, int lane) {
   if constexpr (!Pass::kHoldsQueries) {
-    load_rows<kMet, SmemPlan<Pass>::kRowStages>(params, smem, lane);
+    load_rows<kMet, SmemPlan<Pass>::kRowStages, StepsOf<Pass>>(params, smem, lane);
   } else {
     ptx::wait_for_previous_kernel();
     int count = 0;
@@ -29,7 +30,8 @@ __device__ __forceinline__ void load_numbers(const BackwardParams& params, SmemP
         rows.rest[i] = __ldg(params.rest + at);
         rows.delta[i] = __ldg(params.delta + at);
       }
-      const Span keys = tile.band.keys_of(tile.first, tile.first + tile.count - 1);
+      Span keys = tile.band.keys_of(tile.first, tile.first + tile.count - 1);
+      if constexpr (Pass::kListed) keys.begin = StepsOf<Pass>(params, tile).met * kMet;
       for (int column = lane * kMeanColumns; column < Pass::Dims::kDim; column += 32 * kMeanColumns) {
         *reinterpret_cast<float4*>(rows.mean + column) = mean_of_keys<Element>(
             params, tile.batch, tile.head / params.group, keys, column,

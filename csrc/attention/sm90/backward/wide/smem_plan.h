@@ -27,6 +27,7 @@ struct alignas(1024) SmemPlan {
   SwizzledPiece<kMet> met_vo[Pass::kVoStages][Dims::kValuePieces];
 
   Rows rows[kRowStages];
+  int seen[Pass::kQkStages];  // of lists: which pairs of a step count
 
   Tile tiles[kToldTiles];
   Ring<kToldTiles, 1, 1> told;
