@@ -152,16 +152,17 @@ def lists_of(case: Case, most: int = 64):
         case.mask, q_len=case.q_len, kv_len=case.kv_len, batch=case.batch, num_heads=case.heads,
         block_q=case.blocks[0], block_kv=case.blocks[1], max_partial=64,
     )  # fmt: skip
+    assert made.bits is not None
     (order, _, ends), (key_order, _, key_ends), (words, first) = made.of_queries, made.of_keys, made.bits
     blocks = hopper_backward.blocks_of((order, ends), (key_order, key_ends), first, words[:most], case.blocks)
     arrays = [*blocks.of_keys, *blocks.of_queries, blocks.bits]
     return (*made.shape[:2], *case.blocks, blocks.bits.shape[0]), arrays
 
 
-def run(program: Path, case: Case, arrays, rows, most_bits: int = 64) -> list[np.ndarray]:
+def run(program: Path, case: Case, arrays, rows, lists=None) -> list[np.ndarray]:
     query, key, value, _ = arrays
     sides = segments.sides(*(jnp.asarray(x, jnp.int32) for x in ids(case))) if case.documents else ()
-    list_sizes, listed = lists_of(case, most_bits)
+    list_sizes, listed = lists or lists_of(case)
     call = struct.pack(
         "21i2f",
         *(case.dtype == "float16", case.batch, case.q_len, case.kv_len, case.heads, case.kv_heads),
@@ -280,10 +281,24 @@ def test_queries_whose_bits_are_beyond_what_is_kept_have_no_gradients(program):
     _, rows = exact(case, *arrays)
     good = run(program, case, arrays, rows)
     spoilt = [np.where(np.arange(384) >= 256, np.nan, r) for r in rows]
-    d_query, d_key, d_value = run(program, case, arrays, spoilt, most_bits=2)
+    d_query, d_key, d_value = run(program, case, arrays, spoilt, lists_of(case, most=2))
     np.testing.assert_array_equal(d_query[:, :256], good[0][:, :256])
     for array in (d_query[:, 256:], d_key, d_value):
         assert np.isnan(array).all()
+
+
+def test_of_lists_that_cannot_be_right_nothing_outside_the_arrays_is_read(program):
+    case = Case(128, 256, mask=mods.and_masks())
+    arrays = drawn(case)
+    _, rows = exact(case, *arrays)
+    sizes, listed = lists_of(case)
+    of_keys, key_counts, of_queries, query_counts, bits = map(np.array, listed)
+    of_keys[..., 0], of_queries[..., 1, :] = -(2**30), 2**30
+    key_counts[:], query_counts[:] = 2**30, 2**30
+    for found in run(
+        program, case, arrays, rows, (sizes, [of_keys, key_counts, of_queries, query_counts, bits])
+    ):
+        assert np.isfinite(found).all()
 
 
 def test_blocks_that_nobody_sees_may_hold_anything(program):

@@ -91,6 +91,7 @@ CASES = {
     "heads first": {"layout": "BNTH", "causal": True, "q_offset": -7},
     "window": {"sliding_window": (30, 9), "softcap": 3.0},
     "documents": {"causal": True, "segment_ids": jnp.asarray(np.arange(90)[None] // 35 % 2, jnp.int32).repeat(2, 0)},
+    "block mask": {"block_mask": lambda b, h, q, k: (k <= q) & (q - k < 90 * (3 * h + 1)) & (q % 5 > b)},
 }  # fmt: skip
 
 
@@ -98,10 +99,15 @@ CASES = {
 def test_what_the_kernel_is_handed_makes_the_gradients(monkeypatch, case):
     """Of a sink and of the log-sum-exp, too."""
     hopper_on_cpu.stand_in(monkeypatch)
-    options, rng = CASES[case], np.random.default_rng(0)
+    options, rng, tokens = dict(CASES[case]), np.random.default_rng(0), 90
+    if mask := options.get("block_mask"):
+        tokens = 300
+        options["block_mask"] = pallas_attn.block_mask(
+            mask, q_len=tokens, kv_len=tokens, batch=2, num_heads=4, max_partial=64
+        )
     by_head = options.get("layout") == "BNTH"
     floats = [
-        jnp.asarray(rng.standard_normal((2, n, 90, 32) if by_head else (2, 90, n, 32)), jnp.bfloat16)
+        jnp.asarray(rng.standard_normal((2, n, tokens, 32) if by_head else (2, tokens, n, 32)), jnp.bfloat16)
         for n in (4, 2, 2)
     ]
     floats.append(jnp.asarray(rng.standard_normal(4), jnp.float32))

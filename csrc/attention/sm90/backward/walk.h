@@ -59,7 +59,6 @@ struct Tile {
   Band band;
   Span met;           // tiles of the other side that it meets
   Span open;          // of those, the ones in which all pairs count
-  int steps;          // in three passes: how many there are
   Span held_queries;  // that see some key of the sequence; others may hold NaN
   Span held_keys;     // that some query sees
   // Where not all queries (keys) between its first and last are the document's: the rank of those that are;
@@ -123,9 +122,6 @@ struct BandSteps : Step {
   __device__ BandSteps(const BackwardParams&, const Tile& tile) : Step(tile.met) {}
   __device__ __forceinline__ bool advance(const BackwardParams& params, const Tile& tile) {
     return Step::advance(tile.met, met_heads<kSide>(params));
-  }
-  static __device__ __forceinline__ int count(const BackwardParams& params, const Tile& tile) {
-    return (tile.met.end - tile.met.begin) * met_heads<kSide>(params);
   }
 };
 

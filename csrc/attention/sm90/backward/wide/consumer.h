@@ -91,7 +91,8 @@ class Consumer {
     if (uniform(tile().head) < 0) return false;
     met_ = {uniform(tile().met.begin), uniform(tile().met.end)};
     open_ = {uniform(tile().open.begin), uniform(tile().open.end)};
-    left_ = uniform(tile().steps);
+    left_ = Pass::kListed ? uniform(smem_.steps[told().stage()])
+                          : (met_.end - met_.begin) * met_heads<Pass::kSide>(params_);
     at_met_ = met_.end - 1;
     return true;
   }

@@ -32,11 +32,14 @@ class Loader {
       const int index = list.take(lane_);
       if (lane_ == 0) {
         list.find(index, tile);
-        if (tile.head >= 0) tile.steps = Steps::count(params_, tile);
+        if constexpr (Pass::kListed) {
+          if (tile.head >= 0) smem_.steps[place.stage()] = Steps::count(params_, tile);
+        }
       }
       __syncwarp();
       const bool more = tile.head >= 0;
-      const bool skips = more && tile.steps == 0;
+      const bool meets = Pass::kListed ? smem_.steps[place.stage()] > 0 : tile.met.begin < tile.met.end;
+      const bool skips = more && !meets;
       if (skips) answer_unseen(tile);
       __syncwarp();  // lane 0 may write the next tile over it
       if (skips) continue;

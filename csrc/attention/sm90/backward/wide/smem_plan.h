@@ -27,7 +27,6 @@ struct alignas(1024) SmemPlan {
   SwizzledPiece<kMet> met_vo[Pass::kVoStages][Dims::kValuePieces];
 
   Rows rows[kRowStages];
-  int seen[Pass::kQkStages];  // of lists: which pairs of a step count
 
   Tile tiles[kToldTiles];
   Ring<kToldTiles, 1, 1> told;
@@ -35,6 +34,9 @@ struct alignas(1024) SmemPlan {
   Ring<Pass::kQkStages, 1, 1> qk_met;
   Ring<Pass::kVoStages, 1, 1> vo_met;
   Ring<kRowStages, 1, 1> numbers;
+
+  // Of lists: a tile's steps, and which pairs of a step count.
+  int steps[kToldTiles], seen[Pass::kQkStages];
 
   __device__ void init() {
     told.init(kConsumerWarps + kFeeders - 1, 1, 1);
