@@ -26,25 +26,11 @@ class Loader {
     ptx::wait_for_previous_kernel();
     const TileList<Side::kKeys, Shape::kKeys, Shape::kQueries> list(params_, params_.counters,
                                                                     params_.heads_together);
-    for (int count = 0;;) {
-      const Place<kToldTiles> tiles = {count};
-      ptx::mbarrier_wait(&smem_.told.empty[tiles.stage()][0], tiles.empty());
-      Tile& tile = smem_.tiles[tiles.stage()];
-      // Not before there is room for it: tiles wait for those that others have taken before them.
-      const int index = list.take(lane_);
-      if (lane_ == 0) list.find(index, tile);
-      __syncwarp();
-      const bool more = tile.head >= 0;
-      const bool skips = more && tile.met.begin == tile.met.end;
-      if (skips) answer_unseen(tile);
-      __syncwarp();  // lane 0 may write the next tile over it
-      if (skips) continue;
-      if (lane_ == 0) ptx::mbarrier_arrive(&smem_.told.full[tiles.stage()][0]);
-      if (!more) break;
-      if (lane_ == 0) load(tile, count);
-      __syncwarp();
-      ++count;
-    }
+    take_tiles(
+        list, smem_, lane_, [&](int index, Tile& tile, int) { list.find(index, tile); },
+        [](const Tile& tile, int) { return tile.met.begin < tile.met.end; },
+        [&](const Tile& tile) { answer_unseen(tile); },
+        [&](const Tile& tile, int count) { load(tile, count); });
     ptx::allow_dependent_launch();
   }
 

@@ -32,6 +32,32 @@ __device__ __forceinline__ void wait_until_empty(Ring<kStages, 1, 1>& ring, int 
   ptx::mbarrier_wait(&ring.empty[at.stage()][0], at.empty());
 }
 
+// The loader's way through the tiles of a list: one lane finds what is told of each in its stage,
+// and visits those that meet some other tile; those that do not are answered by the whole warp.
+template <typename List, typename Plan, typename Find, typename Meets, typename Answer, typename Visit>
+__device__ __forceinline__ void take_tiles(const List& list, Plan& smem, int lane, Find find, Meets meets,
+                                           Answer answer, Visit visit) {
+  for (int count = 0;;) {
+    const Place<kToldTiles> place = {count};
+    ptx::mbarrier_wait(&smem.told.empty[place.stage()][0], place.empty());
+    Tile& tile = smem.tiles[place.stage()];
+    // Not before there is room for it: tiles wait for those that others have taken before them.
+    const int index = list.take(lane);
+    if (lane == 0) find(index, tile, place.stage());
+    __syncwarp();
+    const bool more = tile.head >= 0;
+    const bool skips = more && !meets(tile, place.stage());
+    if (skips) answer(tile);
+    __syncwarp();  // lane 0 may write the next tile over it
+    if (skips) continue;
+    if (lane == 0) ptx::mbarrier_arrive(&smem.told.full[place.stage()][0]);
+    if (!more) break;
+    if (lane == 0) visit(tile, count);
+    __syncwarp();
+    ++count;
+  }
+}
+
 // One role's way through the tiles that it is told of: visit(tile) for each. For a whole warp.
 template <typename Plan, typename Visit>
 __device__ __forceinline__ void each_tile(Plan& smem, int lane, Visit visit) {

@@ -24,31 +24,20 @@ class Loader {
   __device__ void work() {
     ptx::wait_for_previous_kernel();
     const TileList<Pass::kSide, kHeld, kMet> list(params_, params_.counters + counters(), 1);
-    for (int count = 0;;) {
-      const Place<kToldTiles> place = {count};
-      ptx::mbarrier_wait(&smem_.told.empty[place.stage()][0], place.empty());
-      Tile& tile = smem_.tiles[place.stage()];
-      // Not before there is room for it: tiles wait for those that others have taken before them.
-      const int index = list.take(lane_);
-      if (lane_ == 0) {
-        list.find(index, tile);
-        if constexpr (Pass::kListed) {
-          if (tile.head >= 0) smem_.steps[place.stage()] = Steps::count(params_, tile);
-        }
-      }
-      __syncwarp();
-      const bool more = tile.head >= 0;
-      const bool meets = Pass::kListed ? smem_.steps[place.stage()] > 0 : tile.met.begin < tile.met.end;
-      const bool skips = more && !meets;
-      if (skips) answer_unseen(tile);
-      __syncwarp();  // lane 0 may write the next tile over it
-      if (skips) continue;
-      if (lane_ == 0) ptx::mbarrier_arrive(&smem_.told.full[place.stage()][0]);
-      if (!more) break;
-      if (lane_ == 0) load(tile, count);
-      __syncwarp();
-      ++count;
-    }
+    take_tiles(
+        list, smem_, lane_,
+        [&](int index, Tile& tile, int stage) {
+          list.find(index, tile);
+          if constexpr (Pass::kListed) {
+            if (tile.head >= 0) smem_.steps[stage] = Steps::count(params_, tile);
+          }
+        },
+        [&](const Tile& tile, int stage) {
+          if constexpr (Pass::kListed) return smem_.steps[stage] > 0;
+          return tile.met.begin < tile.met.end;
+        },
+        [&](const Tile& tile) { answer_unseen(tile); },
+        [&](const Tile& tile, int count) { load(tile, count); });
     ptx::allow_dependent_launch();
   }
 
