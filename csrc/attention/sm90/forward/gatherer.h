@@ -37,7 +37,7 @@ class Gatherer {
     held.look_up(places, key);
 #pragma unroll 1
     for (; key >= first; key -= kKeys) {
-      const uint32_t bad = held.template settle<true>(places, key);
+      const uint32_t bad = held.settle(places, key);
       held.look_up(places, key - kKeys);
       filling_.wait_until_empty();
       copy(held);

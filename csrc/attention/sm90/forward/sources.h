@@ -112,6 +112,17 @@ class Places {
   int k_len_, in_pages_;
 };
 
+// Of what a lane holds for each block of 32 keys, in registers, which have no index.
+template <typename T, int kBlocks>
+__device__ __forceinline__ T of_block(const T (&all)[kBlocks], int block) {
+  T one = all[0];
+#pragma unroll
+  for (int j = 1; j < kBlocks; ++j) {
+    if (block == j) one = all[j];
+  }
+  return one;
+}
+
 // Where kRows neighbouring keys lie, those of a warp: each lane finds some of them, and all ask the lane that
 // has. `places` are made anew each time, for they take registers.
 template <Role kRole, int kRows>
@@ -126,20 +137,17 @@ class HeldPlaces {
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) entries_[j] = places.entry_of(first + j * 32 + lane_);
   }
-  // Takes these for the keys that are copied next, those in rows too or not. Which of the lane's own, a bit
-  // each, lead to pages that are not there.
-  template <bool kRowsToo>
+  // Takes these for the keys that are copied next. Which of the lane's own, a bit each, lead to pages that
+  // are not there.
   __device__ __forceinline__ uint32_t settle(const Places<kRole>& places, int first) {
     uint32_t bad = 0;
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) {
       const int key = first + j * 32 + lane_;
       const bool leads_nowhere = places.leads_nowhere(key, entries_[j]);
-      const bool copied = kRowsToo ? places.holds(key) : places.is_paged(key);
       from_[j] = 0;
-      if (copied && !leads_nowhere) {
-        const char* from = kRowsToo ? places.address(key, entries_[j]) : places.in_pool(key, entries_[j]);
-        from_[j] = reinterpret_cast<uint64_t>(from);
+      if (places.holds(key) && !leads_nowhere) {
+        from_[j] = reinterpret_cast<uint64_t>(places.address(key, entries_[j]));
       }
       if (leads_nowhere && j * 32 + lane_ < kRows) bad |= 1u << j;
     }
@@ -148,19 +156,10 @@ class HeldPlaces {
   // Where one of the keys lies, by its number among them: null where there is nothing to copy. The warp asks
   // for some of a block of 32.
   __device__ __forceinline__ const char* of(int row, int block) const {
-    return reinterpret_cast<const char*>(__shfl_sync(0xffffffff, held(from_, block), row & 31));
+    return reinterpret_cast<const char*>(__shfl_sync(0xffffffff, of_block(from_, block), row & 31));
   }
 
  private:
-  template <typename T>
-  static __device__ __forceinline__ T held(const T (&all)[kHeld], int block) {
-    T one = all[0];
-#pragma unroll
-    for (int j = 1; j < kHeld; ++j) {
-      if (block == j) one = all[j];
-    }
-    return one;
-  }
   const int lane_;
   int entries_[kHeld];
   uint64_t from_[kHeld];
@@ -200,12 +199,7 @@ class HeldChunks {
   }
   // The warp asks for some of a block of 32.
   __device__ __forceinline__ uint32_t of(int row, int block) const {
-    uint32_t chunk = chunks_[0];
-#pragma unroll
-    for (int j = 1; j < kHeld; ++j) {
-      if (block == j) chunk = chunks_[j];
-    }
-    return __shfl_sync(0xffffffff, chunk, row & 31);
+    return __shfl_sync(0xffffffff, of_block(chunks_, block), row & 31);
   }
 
  private:
