@@ -45,5 +45,11 @@ class Phases {
   uint32_t bits_ = 0;
 };
 
+// A warp, to which `thread` belongs, is done with a buffer.
+__device__ __forceinline__ void release(uint64_t* empty, int thread) {
+  __syncwarp();
+  if (thread % 32 == 0) ptx::mbarrier_arrive(empty);
+}
+
 }  // namespace sm90
 }  // namespace pallas_attn

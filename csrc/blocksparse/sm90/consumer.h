@@ -8,6 +8,7 @@
 #include "ptx/mbarrier.h"
 #include "ptx/wgmma.h"
 #include "sm90/online_softmax.h"
+#include "sm90/ring.h"
 
 namespace pallas_attn::blocksparse::sm90 {
 
@@ -143,14 +144,14 @@ class Consumer {
   __device__ __forceinline__ void finish_scores() {
     ptx::wgmma_wait<kPending>();
     ptx::wgmma_touch(rS_);
-    release(&smem_.keys.empty[key_stage_][0]);
+    release(&smem_.keys.empty[key_stage_][0], thread_);
     advance(key_stage_, key_phases_);
   }
   __device__ __forceinline__ void finish_values() {
     ptx::wgmma_wait<0>();
     ptx::wgmma_touch(rO_);
     ptx::wgmma_touch(rP_);
-    release(&smem_.values.empty[value_stage_][0]);
+    release(&smem_.values.empty[value_stage_][0], thread_);
     advance(value_stage_, value_phases_);
   }
 
@@ -164,7 +165,7 @@ class Consumer {
   __device__ __forceinline__ Place leave(int slot) {
     const Tile& tile = smem_.tiles[slot];
     const Place place = {tile.token * int64_t{params_.num_heads} + tile.head, tile.begin, tile.end};
-    release(&smem_.told.empty[slot][0]);
+    release(&smem_.told.empty[slot][0], thread_);
     return place;
   }
 
@@ -204,10 +205,6 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ void release(uint64_t* empty) {
-    __syncwarp();
-    if (thread_ % 32 == 0) ptx::mbarrier_arrive(empty);
-  }
   template <int kStages>
   __device__ __forceinline__ static void advance(int& stage, Phases<kStages>& phases) {
     phases.advance(stage);

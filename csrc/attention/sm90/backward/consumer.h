@@ -19,6 +19,7 @@
 #include "attention/sm90/backward/weights.h"
 #include "ptx/control.h"
 #include "ptx/mbarrier.h"
+#include "sm90/ring.h"
 
 namespace pallas_attn::attention::sm90::backward {
 
@@ -61,7 +62,7 @@ class Consumer {
         run<true, true>(rdK, rdV, rS);
       }
       store(rdK, rdV);
-      release(&smem_.told.empty[told().stage()][0]);
+      release(&smem_.told.empty[told().stage()][0], thread_);
     }
   }
 
@@ -98,9 +99,9 @@ class Consumer {
     issue_d_values(rdV, rA, kFirst);
     ptx::wgmma_wait<1>();
     ptx::wgmma_touch(rdP);
-    if constexpr (kLast) release(&smem_.values.empty[keys_stage()][0]);
+    if constexpr (kLast) release(&smem_.values.empty[keys_stage()][0], thread_);
     weighing_.differentiate(rS, rdP, numbers());
-    release(&smem_.numbers.empty[Place<kRowStages>{step}.stage()][0]);
+    release(&smem_.numbers.empty[Place<kRowStages>{step}.stage()][0], thread_);
     advance();
     if constexpr (!kLast) {
       wait_for_queries();
@@ -109,7 +110,7 @@ class Consumer {
     ptx::wgmma_wait<kLast ? 0 : 1>();
     ptx::wgmma_touch(rdV);
     ptx::wgmma_touch(rA);
-    release(&smem_.outs.empty[Place<kOutStages>{step}.stage()][0]);
+    release(&smem_.outs.empty[Place<kOutStages>{step}.stage()][0], thread_);
     mask(rdP, query);
     pack<Element>(rdP, rA);
     write_d_scores(rA, step);
@@ -129,11 +130,11 @@ class Consumer {
     ptx::wgmma_wait<0>();
     ptx::wgmma_touch(rdK);
     ptx::wgmma_touch(rA);
-    release(&smem_.queries.empty[Place<kQueryStages>{step}.stage()][0]);
+    release(&smem_.queries.empty[Place<kQueryStages>{step}.stage()][0], thread_);
     if constexpr (kLast) {
       issue_d_queries(rdQ, step);
       ptx::wgmma_wait<0>();
-      release(&smem_.keys.empty[keys_stage()][0]);
+      release(&smem_.keys.empty[keys_stage()][0], thread_);
       put(rdQ, step);
     } else {
       mask(rS, query_);  // here registers are free
@@ -284,14 +285,14 @@ class Consumer {
       ptx::store_matrix_x4_transposed(to + step * kStepRowBytes, rdS[step]);
     }
     ptx::fence_async_shared();
-    release(&smem_.scores.full[buffer][0]);
+    release(&smem_.scores.full[buffer][0], thread_);
   }
 
   // A step's gradient of queries, which is done, to shared memory, once the one before has been read.
   __device__ __forceinline__ void put(Half& half, int step) {
     ptx::wgmma_touch(half.d);
     if constexpr (!Shape::kOnesBeside) ptx::wgmma_touch(half.counts);
-    release(&smem_.scores.empty[Place<kScoreStages>{step}.stage()][0]);
+    release(&smem_.scores.empty[Place<kScoreStages>{step}.stage()][0], thread_);
     if (step > 0) {
       const Place<kAdders> before = {step - 1};
       ptx::mbarrier_wait(&smem_.added.empty[before.stage()][0], before.full());
@@ -314,7 +315,7 @@ class Consumer {
       }
     }
     ptx::fence_async_shared();
-    release(&smem_.added.full[Place<kAdders>{step}.stage()][0]);
+    release(&smem_.added.full[Place<kAdders>{step}.stage()][0], thread_);
   }
 
   __device__ __forceinline__ void store(const float (&rdK)[accumulators(Shape::kDim)],
@@ -329,11 +330,6 @@ class Consumer {
                         params_.head_dim, rdK, params_.scale, at_, has);
     store_rows<Element>(params_.d_value, place(params_.value_strides), params_.value_strides.token,
                         params_.value_dim, rdV, 1.0f, at_, has);
-  }
-
-  __device__ __forceinline__ void release(uint64_t* empty) {
-    __syncwarp();
-    if (thread_ % 32 == 0) ptx::mbarrier_arrive(empty);
   }
 
   const BackwardParams& params_;

@@ -18,6 +18,7 @@
 #include "ptx/mbarrier.h"
 #include "ptx/wgmma.h"
 #include "sm90/online_softmax.h"
+#include "sm90/ring.h"
 
 namespace pallas_attn::attention::sm90 {
 
@@ -86,7 +87,7 @@ class Consumer {
       int scored = told_;
       if (leaves) {
         // All scores of the tile are there: nobody reads its queries any more.
-        release(&smem_.queries.empty[slot_][0]);
+        release(&smem_.queries.empty[slot_][0], thread_);
         advance(slot_, query_phases_);
         scored = next_told(told_);
         if (!open(scored)) break;
@@ -113,7 +114,7 @@ class Consumer {
       const bool moved = softmax(rescale);
       if (leaves) {
         store(tile, ended);
-        release(&smem_.told.empty[told_][0]);
+        release(&smem_.told.empty[told_][0], thread_);
         told_ = scored;
       }
       if (moved) multiply_rows(rO_, rescale);
@@ -146,7 +147,7 @@ class Consumer {
         const bool moved = softmax(rescale);
         if (moved) multiply_rows(rO_, rescale);
       }
-      release(&smem_.queries.empty[slot_][0]);
+      release(&smem_.queries.empty[slot_][0], thread_);
       advance(slot_, query_phases_);
       const int next = next_told(told_);
       prepare_values(tile);
@@ -168,7 +169,7 @@ class Consumer {
       begin(smem_.tiles[next]);
       shape(smem_.tiles[next]);
       softmax(rescale);
-      release(&smem_.told.empty[told_][0]);
+      release(&smem_.told.empty[told_][0], thread_);
       told_ = next;
     }
   }
@@ -364,14 +365,14 @@ class Consumer {
         scale_keys(rS_, smem_.scales.keys[key_stage_], at_);
       }
     }
-    release(&smem_.keys.empty[key_stage_][0]);
+    release(&smem_.keys.empty[key_stage_][0], thread_);
     advance(key_stage_, key_phases_);
   }
   __device__ __forceinline__ void finish_values() {
     ptx::wgmma_wait<0>();
     ptx::wgmma_touch(rO_);
     ptx::wgmma_touch(rP_);
-    release(&smem_.values.empty[value_stage_][0]);
+    release(&smem_.values.empty[value_stage_][0], thread_);
     advance(value_stage_, value_phases_);
   }
 
@@ -392,10 +393,6 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ void release(uint64_t* empty) {
-    __syncwarp();
-    if (thread_ % 32 == 0) ptx::mbarrier_arrive(empty);
-  }
   template <int kStages>
   __device__ __forceinline__ static void advance(int& stage, Phases<kStages>& phases) {
     phases.advance(stage);

@@ -16,6 +16,7 @@
 #include "attention/sm90/backward/wide/steps.h"
 #include "ptx/control.h"
 #include "ptx/mbarrier.h"
+#include "sm90/ring.h"
 
 namespace pallas_attn::attention::sm90::backward::wide {
 
@@ -65,15 +66,15 @@ class Consumer {
         settle(rS, rdP, rA);
       }
       issue_gradient(rD, rA, first);
-      release(&smem_.qk_held.empty[0][0]);
-      if constexpr (Pass::kDifferentiates) release(&smem_.vo_held.empty[0][0]);
+      release(&smem_.qk_held.empty[0][0], thread_);
+      if constexpr (Pass::kDifferentiates) release(&smem_.vo_held.empty[0][0], thread_);
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(rD);
       release_met(steps_);
       ++steps_;
       store(rD);
-      if constexpr (Pass::kHoldsQueries) release(&smem_.numbers.empty[0][0]);
-      release(&smem_.told.empty[told().stage()][0]);
+      if constexpr (Pass::kHoldsQueries) release(&smem_.numbers.empty[0][0], thread_);
+      release(&smem_.told.empty[told().stage()][0], thread_);
     }
   }
 
@@ -105,9 +106,9 @@ class Consumer {
   // Of what the step's gradient is a product of.
   __device__ __forceinline__ void release_met(int step) {
     if constexpr (Pass::kDifferentiates) {
-      release(&smem_.qk_met.empty[Place<Pass::kQkStages>{step}.stage()][0]);
+      release(&smem_.qk_met.empty[Place<Pass::kQkStages>{step}.stage()][0], thread_);
     } else {
-      release(&smem_.vo_met.empty[Place<Pass::kVoStages>{step}.stage()][0]);
+      release(&smem_.vo_met.empty[Place<Pass::kVoStages>{step}.stage()][0], thread_);
     }
   }
 
@@ -136,13 +137,13 @@ class Consumer {
     ptx::wgmma_wait<Pass::kDifferentiates ? 1 : 0>();
     ptx::wgmma_touch(rS);
     if constexpr (!Pass::kDifferentiates) {
-      release(&smem_.qk_met.empty[Place<Pass::kQkStages>{steps_}.stage()][0]);
+      release(&smem_.qk_met.empty[Place<Pass::kQkStages>{steps_}.stage()][0], thread_);
     }
     weighing_.weigh(rS, numbers);
     if constexpr (Pass::kDifferentiates) {
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(rdP);
-      release(&smem_.vo_met.empty[Place<Pass::kVoStages>{steps_}.stage()][0]);
+      release(&smem_.vo_met.empty[Place<Pass::kVoStages>{steps_}.stage()][0], thread_);
       weighing_.differentiate(rS, rdP, numbers);
       mask(rdP);
       pack<Element>(rdP, rA);
@@ -152,7 +153,7 @@ class Consumer {
       pack<Element>(rS, rA);
     }
     if constexpr (!Pass::kHoldsQueries) {
-      release(&smem_.numbers.empty[Place<Plan::kRowStages>{steps_}.stage()][0]);
+      release(&smem_.numbers.empty[Place<Plan::kRowStages>{steps_}.stage()][0], thread_);
     }
   }
   __device__ __forceinline__ void issue_gradient(float (&rD)[accumulators(Pass::kOut)],
@@ -266,11 +267,6 @@ class Consumer {
       rD[r] = fmaf(-excess[i], mean.x, rD[r]);
       rD[r + 1] = fmaf(-excess[i], mean.y, rD[r + 1]);
     }
-  }
-
-  __device__ __forceinline__ void release(uint64_t* empty) {
-    __syncwarp();
-    if (thread_ % 32 == 0) ptx::mbarrier_arrive(empty);
   }
 
   const BackwardParams& params_;
