@@ -56,11 +56,13 @@ class Case(NamedTuple):
         def alibi(score, b, h, q, k):
             return score - slopes[h] * (q - k)
 
+        def causal(b, h, q, k):
+            return k <= q
+
         masks = {
             "documents": lambda b, h, q, k: documents[q] == documents[k],
             "window": lambda b, h, q, k: (k <= q) & (q - k < WINDOW),
         }
-        causal = lambda b, h, q, k: k <= q  # noqa: E731
         return masks.get(self.name, causal), alibi if self.name == "ALiBi" else None
 
 
