@@ -14,7 +14,7 @@ with needs_extra("models", user="every command of pallas-attn but doctor"):
     import typer
 
 from .help import PlainCommand
-from .options import CacheDtype, TunedDtype
+from .options import CacheDtype, TunedDtype, collected
 
 kernels = typer.Typer()
 
@@ -121,24 +121,16 @@ def tune(
     the end; what was measured for other calls stays in it. Where it has nothing for a call, the packaged file of this
     device is asked.
     """
-    from pallas_attn.cli.tune import TuneOptions, run_tune
+    given = locals()
+    from pallas_attn.cli.tune import SIZES, TuneOptions, run_tune
 
-    sizes = dict(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        dtype=dtype and dtype.value,
-        cache_dtype=cache_dtype and cache_dtype.value,
-    )
     return run_tune(
-        TuneOptions(
-            op=op.value,
-            sizes=sizes,
+        collected(
+            TuneOptions,
+            given,
+            sizes={name: getattr(given[name], "value", given[name]) for name in SIZES},
             num_seqs=num_seqs or [1, 16, 64],
             max_len=max_len or [1024, 8192, 32768],
-            output=output,
-            implementation=implementation.value,
         )
     )
 
@@ -186,26 +178,11 @@ def show_layout(
     output: Annotated[Path, typer.Option(help="The picture, a PNG.")] = Path("layout.png"),
 ) -> int:
     """Draw which blocks of keys each block of queries sees, head by head, with the live fraction (extra `bench`)."""
-    from pallas_attn.cli.show_layout import LayoutOptions, run_show_layout
+    given = locals()
+    from pallas_attn.cli.show_layout import OWN, LayoutOptions, run_show_layout
 
-    return run_show_layout(
-        LayoutOptions(
-            pattern=pattern.value,
-            max_len=max_len,
-            block_size=block_size,
-            q_block_size=q_block_size,
-            own=dict(
-                local_blocks=local_blocks,
-                vert_stride=vert_stride,
-                head_sliding_step=head_sliding_step,
-                window=window,
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                tp_rank=tp_rank,
-            ),
-            output=output,
-        )
-    )
+    own = {name: given[name] for options in OWN.values() for name in options}
+    return run_show_layout(collected(LayoutOptions, given, own=own))
 
 
 @kernels.command(
@@ -239,6 +216,7 @@ def show_mask(
     block_kv: Annotated[int, typer.Option(help="Keys of a block.")] = 32,
 ) -> int:
     """Draw which blocks a mask_mod leaves: those that kernels skip, mask, and visit without a mask."""
+    given = locals()
     from pallas_attn.cli.show_mask import MaskOptions, run_show_mask
 
-    return run_show_mask(MaskOptions(mask, q_len, kv_len, num_heads, block_q, block_kv))
+    return run_show_mask(collected(MaskOptions, given))

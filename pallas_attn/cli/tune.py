@@ -23,6 +23,7 @@ from pallas_attn.tuning.registry import OPS
 
 # A point whose calls read more bytes than this is skipped; the next smaller one represents it.
 MOST_READ_BYTES = 5 << 30
+SIZES = ("num_heads", "num_kv_heads", "head_dim", "page_size", "dtype", "cache_dtype")
 # Lengths are int32.
 LONGEST = 2**31 - 1
 
