@@ -60,18 +60,6 @@ def _int32(integers: Any) -> Any:
     return xp.where((integers >= 0) & (integers <= LARGEST_INT32), narrow, -1)
 
 
-def only_layers_tables(cache: Any) -> jax.Array:
-    """The attribute `cache.block_tables`, refused for several layers: ops expect one layer's pages by that name, and
-    these would read layer 0's."""
-    if cache.num_layers > 1:
-        kind = type(cache).__name__
-        raise AttributeError(
-            f"{kind}: attribute 'block_tables': expected a cache of one layer, got {cache.num_layers} layers: ops want "
-            "layer_tables(layer); what all layers share is shared_tables"
-        )
-    return cache.shared_tables
-
-
 def layer_tables(block_tables: jax.Array, num_pages: int, layer: int | jax.Array) -> jax.Array:
     """Block tables of one layer in a pool that holds `num_pages` pages for each layer; -1 where out of range."""
     usable = usable_pages(block_tables, num_pages) & (layer >= 0)

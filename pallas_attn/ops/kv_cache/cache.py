@@ -1,12 +1,10 @@
 """`PagedKVCache`: the cache of a whole model as one pytree."""
 
 import dataclasses
-import json
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import export
 
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker, fail
@@ -30,21 +28,14 @@ from pallas_attn._types import (
     Layout,
     SeqLens,
 )
-from pallas_attn.ops.kv_cache.addressing import (
-    check_layer,
-    every_layer,
-    layer_tables,
-    of_layer,
-    only_layers_tables,
-    token_slots,
-)
+from pallas_attn.ops.kv_cache.addressing import check_layer, of_layer, token_slots
 from pallas_attn.ops.kv_cache.api import DTYPES, write
-from pallas_attn.ops.kv_cache.copying import PageIds, copied_pages, copy_rows
+from pallas_attn.ops.kv_cache.layers import Layers, exportable
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PagedKVCache:
+class PagedKVCache(Layers):
     """Keys and values of all layers in one pair of pools, with the tables that say whose page is whose.
 
     Layer `l` owns pages [l * num_pages, (l + 1) * num_pages) of the pools, and every layer uses the same
@@ -193,11 +184,6 @@ class PagedKVCache:
         )
 
     @property
-    def block_tables(self) -> BlockTables:
-        """Of a cache of one layer, `shared_tables`."""
-        return only_layers_tables(self)
-
-    @property
     def num_pages(self) -> int:
         """Pages of one layer."""
         return self.key_cache.shape[0] // self.num_layers
@@ -211,28 +197,13 @@ class PagedKVCache:
         """Tokens that a row of the block tables can address."""
         return self.shared_tables.shape[1] * self.page_size
 
-    def layer_tables(self, layer: int | jax.Array) -> BlockTables:
-        """The block tables [num_seqs, max_pages] as `paged_attention` wants them for one layer.
-
-        Ids outside [0, num_pages), and all those of a traced layer out of range, become -1.
-        """
-        check = ArgumentChecker("PagedKVCache.layer_tables")
-        return self._layer_tables(check_layer(check, layer, self.num_layers))
-
-    def _layer_tables(self, layer: int | jax.Array) -> BlockTables:
-        return layer_tables(self.shared_tables, self.num_pages, layer)
-
     def slots(self, layer: int | jax.Array, positions: jax.Array) -> jax.Array:
         """Slots, in one layer's pages, of tokens at `positions` [num_seqs, n] int32 of each sequence.
 
         Returns [num_seqs * n] int32 for `write_kv`; -1 where a position is negative, beyond the table, or in a
         page that the table does not name.
         """
-        check = ArgumentChecker("PagedKVCache.slots")
-        layer = check_layer(check, layer, self.num_layers)
-        check.bind("cache", num_seqs=self.shared_tables.shape[0])
-        check.array("positions", positions, ("num_seqs", "n"), [jnp.int32])
-        return token_slots(self._layer_tables(layer), self.page_size, jnp.asarray(positions))
+        return self._slots(ArgumentChecker("PagedKVCache.slots"), layer, positions)
 
     def scales(self, layer: int | jax.Array) -> dict[str, Any]:
         """One layer's k_scale and v_scale [num_kv_heads], or those of all pages, which its tables name, as keywords of
@@ -339,7 +310,7 @@ class PagedKVCache:
         layer = check_layer(check, layer, self.num_layers)
         key, value, positions = self._new_tokens(check, key, value, positions)
         dispatch.check_name(check.function, "write_kv", implementation)
-        slots = token_slots(self._layer_tables(layer), self.page_size, positions)
+        slots = token_slots(self._tables_of(layer), self.page_size, positions)
         key, value = (new.reshape(-1, *new.shape[2:]) for new in (key, value))
         updated = write(
             *(key, value, self.key_cache, self.value_cache, slots),
@@ -368,39 +339,8 @@ class PagedKVCache:
         check.array("value", value, shape, [key.dtype])
         return jnp.asarray(key), jnp.asarray(value), jnp.asarray(positions)
 
-    def copy_pages(self, source_pages: PageIds, target_pages: PageIds) -> "PagedKVCache":
-        """Copies pages [num_copies], ids in [0, num_pages), onto others, in every layer, and with them scales that are
-        theirs alone; see `copy_pages`."""
-        pages = copied_pages(ArgumentChecker("PagedKVCache.copy_pages"), source_pages, target_pages)
-        places = every_layer(*pages, self.num_pages, self.num_layers)
-        names = ["key_cache", "value_cache", *(["k_scale", "v_scale"] if self.scale_per_page else [])]
-        return self.replace(**{name: copy_rows(getattr(self, name), *places) for name in names})
-
-    def replace(self, **changes: Any) -> "PagedKVCache":
-        """The cache with other fields; they are not checked, since a transformation may put anything there."""
-        return replaced(self, changes)
-
-
-def replaced(cache: Any, changes: dict[str, Any]) -> Any:
-    """Refuses unknown fields, which `dataclasses.replace` would report in its own words; accepts `shared_tables` by
-    either name."""
-    if "block_tables" in changes:
-        changes = {**changes, "shared_tables": changes["block_tables"]}
-        del changes["block_tables"]
-    fields = [field.name for field in dataclasses.fields(cache)]
-    for name in changes:
-        ArgumentChecker(f"{type(cache).__name__}.replace").one_of(name, name, fields)
-    return dataclasses.replace(cache, **changes)
-
-
-def exportable(cache_type: type) -> None:
-    """Lets a cache be an argument of an exported function: its static fields travel as JSON."""
-    export.register_pytree_node_serialization(
-        cache_type,
-        serialized_name=f"pallas_attn.{cache_type.__name__}",
-        serialize_auxdata=lambda static: json.dumps(list(static)).encode(),
-        deserialize_auxdata=lambda data: tuple(json.loads(data)),
-    )
+    def _by_page(self) -> list[str]:
+        return ["key_cache", "value_cache", *(["k_scale", "v_scale"] if self.scale_per_page else [])]
 
 
 exportable(PagedKVCache)

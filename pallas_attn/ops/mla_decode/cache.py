@@ -11,23 +11,15 @@ from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.sharding import whole
 from pallas_attn._tile.latents import BYTES, FP8, QUERY_DIM, SCALES, Scales, token_width
 from pallas_attn._types import BlockTables, Dtype, FloatName, Implementation, SeqLens
-from pallas_attn.ops.kv_cache.addressing import (
-    check_layer,
-    every_layer,
-    layer_tables,
-    only_layers_tables,
-    token_slots,
-)
 from pallas_attn.ops.kv_cache.api import DTYPES
-from pallas_attn.ops.kv_cache.cache import exportable, replaced
-from pallas_attn.ops.kv_cache.copying import PageIds, copied_pages, copy_rows
+from pallas_attn.ops.kv_cache.layers import Layers, exportable
 from pallas_attn.ops.latent_cache import write_latents
 from pallas_attn.ops.latent_cache.reference import write_rows
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PagedLatentCache:
+class PagedLatentCache(Layers):
     """What `PagedKVCache` is to keys and values, for the one pool of `mla_decode`.
 
     Layer `l` owns pages [l * num_pages, (l + 1) * num_pages) of the pool, and every layer uses the same
@@ -98,11 +90,6 @@ class PagedLatentCache:
         return cls(pool, tables, seq_lens, num_layers, scales, index_keys)
 
     @property
-    def block_tables(self) -> BlockTables:
-        """Of a cache of one layer, `shared_tables`."""
-        return only_layers_tables(self)
-
-    @property
     def num_pages(self) -> int:
         """Pages of one layer."""
         return self.latent_cache.shape[0] // self.num_layers
@@ -110,11 +97,6 @@ class PagedLatentCache:
     @property
     def page_size(self) -> int:
         return self.latent_cache.shape[1]
-
-    def layer_tables(self, layer: int | jax.Array) -> BlockTables:
-        """The block tables [num_seqs, max_pages] as `mla_decode` wants them for one layer; -1 where out of range."""
-        check = ArgumentChecker("PagedLatentCache.layer_tables")
-        return layer_tables(self.shared_tables, self.num_pages, check_layer(check, layer, self.num_layers))
 
     def write(
         self,
@@ -168,25 +150,8 @@ class PagedLatentCache:
         rows = whole(jnp.asarray(keys), 2).reshape(slots.size, -1)
         return self.replace(index_keys=write_rows(rows, self.index_keys, whole(slots, 1)))
 
-    def _slots(self, check: ArgumentChecker, layer: int | jax.Array, positions: jax.Array) -> jax.Array:
-        """[num_seqs * n] slots of new tokens in one layer's pages."""
-        layer = check_layer(check, layer, self.num_layers)
-        check.bind("cache", num_seqs=self.shared_tables.shape[0])
-        check.array("positions", positions, ("num_seqs", "n"), [jnp.int32])
-        tables = layer_tables(self.shared_tables, self.num_pages, layer)
-        return token_slots(tables, self.page_size, jnp.asarray(positions))
-
-    def copy_pages(self, source_pages: PageIds, target_pages: PageIds) -> "PagedLatentCache":
-        """Copies pages [num_copies], ids in [0, num_pages), onto others, in every layer; see `copy_pages`."""
-        pages = copied_pages(ArgumentChecker("PagedLatentCache.copy_pages"), source_pages, target_pages)
-        places = every_layer(*pages, self.num_pages, self.num_layers)
-        pools = {"latent_cache": self.latent_cache, "index_keys": self.index_keys}
-        copied = {name: copy_rows(pool, *places) for name, pool in pools.items() if pool is not None}
-        return self.replace(**copied)
-
-    def replace(self, **changes: Any) -> "PagedLatentCache":
-        """The cache with other fields; they are not checked, since a transformation may put anything there."""
-        return replaced(self, changes)
+    def _by_page(self) -> list[str]:
+        return ["latent_cache", *([] if self.index_keys is None else ["index_keys"])]
 
 
 exportable(PagedLatentCache)
