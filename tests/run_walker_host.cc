@@ -11,7 +11,7 @@ struct Lengths {
 };
 
 struct Run {
-  int request, page_begin, page_end, seq_len, partial_slot, kept_splits, bad_length;
+  int request, page_begin, page_end, seq_len, partial, kept_splits, bad_length;
 };
 
 }  // namespace
@@ -30,8 +30,8 @@ extern "C" int walk_on_host(int batch, int num_parts, int max_blocks, const int*
   sm90::PageRun run;
   int count = 0;
   while (walker.next(run)) {
-    runs[count++] = {run.request,      run.page_begin,  run.page_end,  run.seq_len,
-                     run.partial_slot, run.kept_splits, run.bad_length};
+    runs[count++] = {run.request, run.page_begin,  run.page_end,  run.seq_len,
+                     run.partial, run.kept_splits, run.bad_length};
   }
   return count;
 }

@@ -18,7 +18,7 @@ class Run(ctypes.Structure):
         (name, ctypes.c_int)
         for name in (
             *("request", "page_begin", "page_end", "seq_len"),
-            *("partial_slot", "kept_splits", "bad_length"),
+            *("partial", "kept_splits", "bad_length"),
         )
     )
 
@@ -62,24 +62,24 @@ def some_lengths(seed: int) -> tuple[np.ndarray, int]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_page_is_visited_once_and_every_split_has_a_slot(walk: Walk, seed: int) -> None:
+def test_every_page_is_visited_once_and_every_split_has_a_place(walk: Walk, seed: int) -> None:
     lengths, parts = some_lengths(seed)
     schedule, splits = scheduled(lengths, parts)
     pages = -(-lengths // PAGE)
     visited = [np.zeros(n, int) for n in pages]
-    slots = defaultdict(list)
+    partials = defaultdict(list)
     for runs in walk(lengths, schedule, splits, max(pages.max(), 1)):
         for i, run in enumerate(runs):
             visited[run.request][run.page_begin : run.page_end] += 1
             assert (run.seq_len, run.bad_length) == (lengths[run.request], 0)
-            slots[run.request].append(run.partial_slot)
+            partials[run.request].append(run.partial)
             count = splits[run.request + 1] - splits[run.request]
             first = run.page_begin == 0
             assert run.kept_splits == (count if 1 < count <= MOST_KEPT and first else 0)
             assert i == len(runs) - 1 or run.kept_splits == 0  # it waits for the others in registers
     assert all((times == 1).all() for times in visited)
     taken = []
-    for request, of_request in slots.items():
+    for request, of_request in partials.items():
         count = splits[request + 1] - splits[request]
         assert len(of_request) == count
         if count == 1:
@@ -88,7 +88,7 @@ def test_every_page_is_visited_once_and_every_split_has_a_slot(walk: Walk, seed:
             first = 2 * (splits[request] - request)
             assert of_request == list(range(first, first + count))
             taken += of_request
-    assert sorted(slots) == list(range(len(lengths)))
+    assert sorted(partials) == list(range(len(lengths)))
     assert len(set(taken)) == len(taken)
     assert max(taken, default=0) < 2 * parts
 
@@ -113,7 +113,7 @@ def test_any_schedule_keeps_within_the_arrays(walk: Walk, seed: int) -> None:
             assert run.page_begin == run.page_end or run.page_end <= max_blocks
             assert 0 <= run.seq_len <= max_blocks * PAGE
             assert run.bad_length == (not 0 <= lengths[run.request] <= max_blocks * PAGE)
-            assert -1 <= run.partial_slot < 2 * parts
+            assert -1 <= run.partial < 2 * parts
             assert run.kept_splits in (0, 2, 3)
 
 

@@ -82,8 +82,8 @@ ffi::Error mla_decode(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
   params.element = dtype == DataType::BF16 ? ElementType::kBfloat16 : ElementType::kFloat16;
   params.format = bytes ? mla::LatentFormat::kBytes : mla::LatentFormat::kElements;
 
-  check.array("partial_out", *partial_out, {params.num_slots(), rows, mla::kLatentDim}, {DataType::F32});
-  check.array("partial_lse", *partial_lse, {params.num_slots(), rows, 2}, {DataType::F32});
+  check.array("partial_out", *partial_out, {params.num_partials(), rows, mla::kLatentDim}, {DataType::F32});
+  check.array("partial_lse", *partial_lse, {params.num_partials(), rows, 2}, {DataType::F32});
   if (!check.ok()) return check.error();
 
   return launched(kName, device, stream, mla::sm90::launch_dense_decode, params);

@@ -53,7 +53,7 @@ ffi::Error sparse_mla(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
   const int64_t topk = indices.dimensions()[1];
   const int64_t tables = block_tables.dimensions()[0], columns = block_tables.dimensions()[1];
   const int64_t parts = schedule_metadata.dimensions()[0];
-  const int64_t slots = partial_out->dimensions()[0];
+  const int64_t partials = partial_out->dimensions()[0];
   const bool wants_max = max_logits->element_count() > 0;
   check.between("pool", " rows", 1, kMaxInt, rows);
   check.between("query", " tokens", 1, kMaxInt, tokens);
@@ -68,10 +68,10 @@ ffi::Error sparse_mla(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
                   std::to_string(tables) + " of " + std::to_string(columns) + " pages");
     check.between("block_tables", " pages a table", 1, kMaxInt, columns);
   }
-  check.require(slots == 0 || slots == 2 * parts, "partial_out",
-                "no slots, or two for each of " + std::to_string(parts) + " parts", std::to_string(slots));
-  check.require(!wants_max || slots == 0, "max_logits", "none where tokens may be cut", "some");
-  check.array("partial_lse", *partial_lse, {slots, heads, 2}, {DataType::F32});
+  check.require(partials == 0 || partials == 2 * parts, "partial_out",
+                "none, or two for each of " + std::to_string(parts) + " parts", std::to_string(partials));
+  check.require(!wants_max || partials == 0, "max_logits", "none where tokens may be cut", "some");
+  check.array("partial_lse", *partial_lse, {partials, heads, 2}, {DataType::F32});
   check.array("out", *out, {tokens, heads, mla::kLatentDim}, {dtype});
   check.array("lse", *lse, {tokens, heads}, {DataType::F32});
   if (wants_max) check.array("max_logits", *max_logits, {tokens, heads}, {DataType::F32});
@@ -89,8 +89,8 @@ ffi::Error sparse_mla(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
   params.out = out->untyped_data();
   params.lse = lse->typed_data<float>();
   params.max_logits = wants_max ? max_logits->typed_data<float>() : nullptr;
-  params.partial_out = slots > 0 ? partial_out->typed_data<float>() : nullptr;
-  params.partial_lse = slots > 0 ? reinterpret_cast<RowLse*>(partial_lse->typed_data<float>()) : nullptr;
+  params.partial_out = partials > 0 ? partial_out->typed_data<float>() : nullptr;
+  params.partial_lse = partials > 0 ? reinterpret_cast<RowLse*>(partial_lse->typed_data<float>()) : nullptr;
   params.batch = static_cast<int>(tokens);
   params.query_len = 1;
   params.num_kv_heads = 1;
@@ -105,7 +105,7 @@ ffi::Error sparse_mla(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
   params.table_columns = static_cast<int>(columns);
   params.tokens_a_table = page_size > 0 ? static_cast<int>(tokens / tables) : 1;
   params.skip_all_outside = skip_all_outside;
-  params.nothing_is_cut = slots == 0;
+  params.nothing_is_cut = partials == 0;
   params.format = fp8 ? mla::RowFormat::kFp8 : mla::RowFormat::kPlain;
 
   return launched(kName, device, stream, mla::sm90::launch_sparse, params);

@@ -52,10 +52,10 @@ struct DecodeParams {
   void* out;   // [b, h_kv, s_q, group, 512]
   float* lse;  // [b, s_q, h_q], natural logarithm
   // Partial results of the requests that were cut. A part leaves at most two, of its first and of its last
-  // request, so there are two slots a part: piece k of request i lies in slot
+  // request, so there is room for two a part. Split k of request i has number
   //   2 * (num_splits[i] - i) + k.
-  // num_splits[i] - i cuts come before request i, and a request that is cut c times has c + 1 <= 2 c pieces:
-  // slots never collide, and the last of num_sm_parts - 1 cuts leaves them below 2 * (num_sm_parts - 1).
+  // num_splits[i] - i cuts come before request i, and a request that is cut c times has c + 1 <= 2 c splits:
+  // numbers never collide, and the last of num_sm_parts - 1 cuts leaves them below 2 * (num_sm_parts - 1).
   float* partial_out;   // [2 * num_sm_parts, h_kv, s_q, group, 512]
   RowLse* partial_lse;  // [2 * num_sm_parts, h_kv, s_q, group]
 
@@ -82,7 +82,7 @@ struct DecodeParams {
   }
 
   // Partial results there is room for.
-  PALLAS_ATTN_HOST_DEVICE int num_slots() const { return 2 * num_sm_parts; }
+  PALLAS_ATTN_HOST_DEVICE int num_partials() const { return 2 * num_sm_parts; }
 
   // Where a row's lse goes; `row` counts within the KV head.
   PALLAS_ATTN_HOST_DEVICE float* lse_of(int request, int kv_head, int row) const {

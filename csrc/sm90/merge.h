@@ -28,8 +28,8 @@ constexpr int kMergeColumns = 32 * kMergeVector;  // that a warp loads at once
 // The arrays that a merge reads and writes. A request's rows lie together, in the order [KV head, token, head
 // of its group]; those of `lse` in the order [token, KV head, head of its group].
 struct MergeView {
-  const float* partial_out;   // [slots, rows, dim]
-  const RowLse* partial_lse;  // [slots, rows]
+  const float* partial_out;   // [partials, rows, dim]
+  const RowLse* partial_lse;  // [partials, rows]
   const float* sinks;         // [rows], or null
   void* out;                  // [requests, rows, dim]
   float* lse;                 // [requests, rows], natural logarithm
@@ -46,10 +46,10 @@ struct MergeView {
   }
 };
 
-// A request of several splits, whose partial results lie in neighbouring slots.
+// A request of several splits, whose partial results are neighbours.
 struct CutRequest {
   int request;
-  int first_slot;
+  int first_partial;
   int splits;
 };
 
@@ -77,7 +77,7 @@ struct SplitBatch {
   __device__ __forceinline__ void load(const MergeView& view, const CutRequest& cut, int row, int column,
                                        int first, int step) {
     const int64_t rows = view.rows;
-    const int64_t row_at = cut.first_slot * rows + row;
+    const int64_t row_at = cut.first_partial * rows + row;
     const RowLse* from_lse = view.partial_lse + row_at;
     const float* from = view.partial_out + row_at * kDim + column;
 #pragma unroll
@@ -198,7 +198,7 @@ __device__ __forceinline__ void discard_splits(const MergeView& view, const CutR
   constexpr int kLineFloats = ptx::kLineBytes / sizeof(float);
   constexpr int kLines = kDim / kLineFloats;
   const int64_t rows = view.rows;
-  const float* partial = view.partial_out + (cut.first_slot * rows + row) * kDim;
+  const float* partial = view.partial_out + (cut.first_partial * rows + row) * kDim;
   __syncwarp();
   for (int i = lane; i < cut.splits * kLines; i += 32) {
     ptx::discard_line(partial + i / kLines * rows * kDim + i % kLines * kLineFloats);

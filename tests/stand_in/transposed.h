@@ -36,10 +36,10 @@ template <typename Tokens>
 void run_transposed(typename Tokens::Params& params, mla::Merging merging) {
   const int rows = params.rows();
   const size_t all = static_cast<size_t>(params.batch) * params.all_rows();
-  const size_t slots = static_cast<size_t>(params.num_slots()) * params.all_rows();
+  const size_t partials = static_cast<size_t>(params.num_partials()) * params.all_rows();
   Array<uint16_t> out(all * mla::kLatentDim);
-  Array<float> lse(all), partial_out(slots * mla::kLatentDim);
-  Array<pallas_attn::RowLse> partial_lse(slots);
+  Array<float> lse(all), partial_out(partials * mla::kLatentDim);
+  Array<pallas_attn::RowLse> partial_lse(partials);
   params.out = out.data(), params.lse = lse.data();
   params.partial_out = partial_out.data(), params.partial_lse = partial_lse.data();
   const dim3 grid(pallas_attn::ceil_div(rows, 64), params.num_sm_parts, params.num_kv_heads);

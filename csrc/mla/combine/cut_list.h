@@ -4,7 +4,7 @@
 
 #include "mla/combine/combine.h"
 #include "mla/params.h"
-#include "mla/slots.h"
+#include "mla/partials.h"
 #include "sm90/merge.h"
 
 namespace pallas_attn::mla {
@@ -31,8 +31,8 @@ __device__ inline MergeView merge_view(const DecodeParams& params) {
 // Whatever the schedule says, the partial results read are ones there is room for.
 __device__ inline CutRequest cut_request(const DecodeParams& params, int request) {
   const int before = params.num_splits[request], end = params.num_splits[request + 1];
-  const int first_slot = first_partial_slot(params, request, before);
-  return {request, first_slot, at_most(params.num_slots() - first_slot, at_least(0, end - before))};
+  const int first_partial = first_partial_of(params, request, before);
+  return {request, first_partial, at_most(params.num_partials() - first_partial, at_least(0, end - before))};
 }
 
 // No more requests are cut than there are parts.

@@ -96,9 +96,9 @@ struct DealingCounts {
   int most_pages;      // of a request
   int least_overhead;  // and what whole requests are worth, in pages:
   int dear;
-  int slots;  // for whole requests, the same number in each part
-  bool fits;  // hardly any part would be idle then
-  Divisor parts, spare_parts, spare_slots;
+  int wholes;  // places for whole requests, as many in each part
+  bool fits;   // hardly any part would be idle then
+  Divisor parts, spare_parts, spare_wholes;
   // Requests have places among the workers, a power of two, and each is shared by several if there are
   // enough.
   int places_log2, sharers_log2;
@@ -112,7 +112,7 @@ struct DealingCounts {
   PALLAS_ATTN_HOST_DEVICE int sharers() const { return 1 << sharers_log2; }
 
  private:
-  DealingCounts(const ScheduleParams& params, int num_workers, int n, int num_parts, int slots)
+  DealingCounts(const ScheduleParams& params, int num_workers, int n, int num_parts, int wholes)
       : most_pages(kMostPages / n),
         least_overhead(n > num_parts        ? 5
                        : 16 * n > num_parts ? 2
@@ -120,23 +120,24 @@ struct DealingCounts {
         dear(params.rows <= 32    ? 8
              : params.rows <= 128 ? 20
                                   : 5),
-        slots(slots),
-        fits(slots != n && 8 * (slots - n) <= num_parts),
+        wholes(wholes),
+        fits(wholes != n && 8 * (wholes - n) <= num_parts),
         parts(num_parts),
-        spare_parts(num_parts + n - slots),
-        spare_slots(at_least(1, slots - n)),
+        spare_parts(num_parts + n - wholes),
+        spare_wholes(at_least(1, wholes - n)),
         places_log2(highest_bit(2 * n - 1)),
         sharers_log2(highest_bit(at_least(1, num_workers >> places_log2))),
         workers(num_workers) {}
 };
 
 // The rule of `default_overhead` in pallas_attn/ops/mla_decode/schedule.py, where its reasons are. Nothing
-// overflows: where lengths are looked at, there are at most 8/7 slots a request, and kMostPages pages in all.
+// overflows: where lengths are looked at, there are at most 8/7 places a request, and kMostPages pages in
+// all.
 template <typename PageTotals>
 PALLAS_ATTN_DEVICE int suitable_overhead(const DealingCounts& counts, const PageTotals& pages) {
   if (!counts.fits) return counts.least_overhead;
-  const int needed = counts.spare_parts.into_up(at_least(0, counts.slots * pages.most - pages.sum));
-  const int to_stop = counts.spare_slots.into_up(at_least(0, pages.sum - counts.slots * pages.least));
+  const int needed = counts.spare_parts.into_up(at_least(0, counts.wholes * pages.most - pages.sum));
+  const int to_stop = counts.spare_wholes.into_up(at_least(0, pages.sum - counts.wholes * pages.least));
   const bool alike = needed <= at_most(counts.dear, static_cast<int>(counts.parts.into(pages.sum / 4)));
   if (!alike) return counts.least_overhead;
   return at_least(counts.least_overhead, at_least(needed, at_most(kMostOverheadPages, to_stop)));

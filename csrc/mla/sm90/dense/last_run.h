@@ -36,17 +36,18 @@ class LastRun {
       uint64_t* full = &smem_.partial_full[place_.half][at_.warp];
       ptx::fence_async_global();
       for (int split = 1; split < result_.run.kept_splits; ++split) {
-        const int slot = min(result_.run.partial_slot + split, params_.num_slots() - 1);
+        const int partial = min(result_.run.partial + split, params_.num_partials() - 1);
         if (lane_ == 0) ptx::mbarrier_arrive_expect_bytes(full, rows * kHalfDims * sizeof(float));
         __syncwarp();
         if (lane_ < rows) {
           const int row = first_row_of_warp() + lane_;
-          ptx::bulk_load(stage.rows[place_.half][row], place_.partial_row(params_, slot, row),
+          ptx::bulk_load(stage.rows[place_.half][row], place_.partial_row(params_, partial, row),
                          kHalfDims * sizeof(float), full);
         }
-        add_split(slot, full, (split - 1) & 1);
+        add_split(partial, full, (split - 1) & 1);
         if (lane_ < rows) {
-          char* row = reinterpret_cast<char*>(place_.partial_row(params_, slot, first_row_of_warp() + lane_));
+          char* row =
+              reinterpret_cast<char*>(place_.partial_row(params_, partial, first_row_of_warp() + lane_));
 #pragma unroll
           for (int line = 0; line < kHalfDims * 4 / ptx::kLineBytes; ++line)
             ptx::discard_line(row + line * ptx::kLineBytes);
@@ -60,7 +61,7 @@ class LastRun {
 
   // What a request's first split has come to. `merging`: others were added, if there were any.
   __device__ __forceinline__ void store_final(bool merging) {
-    result_.run.partial_slot = -1;
+    result_.run.partial = -1;
     store(true, merging ? 1.0f : params_.scale * kLog2E);
   }
 
@@ -70,13 +71,13 @@ class LastRun {
     const PageRun& run = result_.run;
     const RowEnds ends = ends_of(params_, place_, run, at_, result_.state, scale_log2);
     if (first_row_of_warp() >= rows_left_) return;
-    if (run.partial_slot < 0) {
+    if (run.partial < 0) {
       stage_final(ends.factor);
     } else if (awaited) {
       stage_partial(ends.factor);
     } else {
       // Few rows, read at once by the merging kernel: the L2's policy would cost more than it gains.
-      store_partial(result_.rO, at_, ends.factor, params_, place_, run.partial_slot,
+      store_partial(result_.rO, at_, ends.factor, params_, place_, run.partial,
                     [](float* to, float2 v) { *reinterpret_cast<float2*>(to) = v; });
     }
     store_lse(params_, place_, run, at_, ends.lse);
@@ -127,7 +128,7 @@ class LastRun {
     __syncwarp();
     const int row = first_row_of_warp() + lane_;
     if (lane_ >= kWarpRows || row >= rows_left_) return;
-    ptx::bulk_store(place_.partial_row(params_, result_.run.partial_slot, row), stage.rows[place_.half][row],
+    ptx::bulk_store(place_.partial_row(params_, result_.run.partial, row), stage.rows[place_.half][row],
                     kHalfDims * sizeof(float));
     ptx::close_stores();
     ptx::wait_until_stores_are_done();
@@ -147,7 +148,7 @@ class LastRun {
   }
 
   // One split, whose rows are on their way into the stage.
-  __device__ __forceinline__ void add_split(int slot, uint64_t* full, uint32_t parity) {
+  __device__ __forceinline__ void add_split(int partial, uint64_t* full, uint32_t parity) {
     PartialStage& stage = smem_.partial_stage();
     RowState& state = result_.state;
     RowLse lse[kRowsPerThread];
@@ -155,8 +156,8 @@ class LastRun {
     for (int i = 0; i < kRowsPerThread; ++i) {
       // Rows that do not exist add something that is never stored.
       const int row = at_.row(i);
-      lse[i] =
-          row < rows_left_ ? params_.partial_lse[place_.row(params_, slot) + row] : RowLse{-INFINITY, 0.0f};
+      lse[i] = row < rows_left_ ? params_.partial_lse[place_.row(params_, partial) + row]
+                                : RowLse{-INFINITY, 0.0f};
     }
     ptx::mbarrier_wait(full, parity);
 #pragma unroll

@@ -7,7 +7,7 @@
 #include "common/load.h"
 #include "common/math.h"
 #include "mla/params.h"
-#include "mla/slots.h"
+#include "mla/partials.h"
 
 namespace pallas_attn::mla::sm90 {
 
@@ -19,8 +19,8 @@ struct PageRun {
   int request;
   int page_begin;
   int page_end;
-  int seq_len;       // at least 0, at most what its pages hold
-  int partial_slot;  // where the partial result goes, or -1 for a request of one split
+  int seq_len;  // at least 0, at most what its pages hold
+  int partial;  // where the partial result goes, or -1 for a request of one split
   // Splits of the request, where this is the first of few and the last run of its part (see
   // LastRun::add_partials); else 0.
   int kept_splits;
@@ -82,7 +82,7 @@ class RunWalker {
     // Unsigned, because a schedule of other lengths may say anything.
     const unsigned splits = static_cast<unsigned>(splits_end_) - static_cast<unsigned>(splits_before_);
     const int split = begins_part() ? begin_split_ : 0;
-    run.partial_slot = splits == 1 ? -1 : partial_slot(params_, request_, splits_before_, split);
+    run.partial = splits == 1 ? -1 : partial_of(params_, request_, splits_before_, split);
     const bool kept = splits > 1 && splits <= kMostKeptSplits && split == 0 && ends_part;
     run.kept_splits = kept ? static_cast<int>(splits) : 0;
     ++request_;

@@ -35,13 +35,13 @@ struct OutputPlace {
   // Rows of the tile that there are.
   __device__ int rows_left(const DecodeParams& params) const { return params.rows() - first_row(); }
   // Of the output, or of the partial results.
-  __device__ int64_t row(const DecodeParams& params, int request_or_slot) const {
-    return (static_cast<int64_t>(request_or_slot) * params.num_kv_heads + kv_head) * params.rows() +
+  __device__ int64_t row(const DecodeParams& params, int request_or_partial) const {
+    return (static_cast<int64_t>(request_or_partial) * params.num_kv_heads + kv_head) * params.rows() +
            first_row();
   }
   // This half's columns of one.
-  __device__ float* partial_row(const DecodeParams& params, int slot, int row_in_tile) const {
-    return params.partial_out + (row(params, slot) + row_in_tile) * kLatentDim + half * kHalfDims;
+  __device__ float* partial_row(const DecodeParams& params, int partial, int row_in_tile) const {
+    return params.partial_out + (row(params, partial) + row_in_tile) * kLatentDim + half * kHalfDims;
   }
 };
 
@@ -70,13 +70,13 @@ __device__ __forceinline__ void store_final(const float (&rO)[kOutRegisters], co
 template <typename Store>
 __device__ __forceinline__ void store_partial(const float (&rO)[kOutRegisters], const FragmentPosition& at,
                                               const float (&factor)[kRowsPerThread],
-                                              const DecodeParams& params, const OutputPlace& place, int slot,
-                                              Store store) {
+                                              const DecodeParams& params, const OutputPlace& place,
+                                              int partial, Store store) {
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
     const int row = at.row(i);
     if (row >= place.rows_left(params)) continue;
-    float* row_out = place.partial_row(params, slot, row) + at.in_quad * 2;
+    float* row_out = place.partial_row(params, partial, row) + at.in_quad * 2;
     visit_pairs(rO, i, [&](int column, float left, float right) {
       store(row_out + column, make_float2(left * factor[i], right * factor[i]));
     });
@@ -92,10 +92,10 @@ __device__ __forceinline__ void store_lse(const DecodeParams& params, const Outp
   for (int i = 0; i < kRowsPerThread; ++i) {
     const int row = at.row(i);
     if (row >= place.rows_left(params)) continue;
-    if (run.partial_slot < 0) {
+    if (run.partial < 0) {
       *params.lse_of(run.request, place.kv_head, place.first_row() + row) = log2_of(lse[i]) * kLn2;
     } else {
-      params.partial_lse[place.row(params, run.partial_slot) + row] = lse[i];
+      params.partial_lse[place.row(params, run.partial) + row] = lse[i];
     }
   }
 }
@@ -105,7 +105,7 @@ __device__ __forceinline__ RowEnds ends_of(const DecodeParams& params, const Out
                                            const PageRun& run, const FragmentPosition& at,
                                            const RowState& state, float scale_log2) {
   RowEnds ends(state, scale_log2);
-  if (params.sinks == nullptr || run.partial_slot >= 0) return ends;
+  if (params.sinks == nullptr || run.partial >= 0) return ends;
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
     const int row = at.row(i);
@@ -121,13 +121,13 @@ __device__ __forceinline__ void store_run(const DecodeParams& params, const Outp
                                           const PageRun& run, const FragmentPosition& at,
                                           const RowState& state, const float (&rO)[kOutRegisters]) {
   const RowEnds ends = ends_of(params, place, run, at, state, params.scale * kLog2E);
-  if (run.partial_slot < 0) {
+  if (run.partial < 0) {
     store_final<Element>(rO, at, ends.factor, params, place, run.request);
   } else {
     // Its reader comes at the end and discards it. Until then it should stay in the L2: in device memory the
     // few writes among all the reads of pages cost several times their bytes.
     const uint64_t policy = ptx::l2_evict_last_policy();
-    store_partial(rO, at, ends.factor, params, place, run.partial_slot,
+    store_partial(rO, at, ends.factor, params, place, run.partial,
                   [=](float* to, float2 v) { ptx::store_with_policy(to, v, policy); });
   }
   store_lse(params, place, run, at, ends.lse);

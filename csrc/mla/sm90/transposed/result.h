@@ -47,8 +47,8 @@ class RunResult {
   __device__ __forceinline__ void store(bool) {
     share_factors();
     const uint64_t policy = ptx::l2_evict_last_policy();
-    const bool final = run.partial_slot < 0;
-    const int64_t first = first_element(final ? run.request : run.partial_slot);
+    const bool final = run.partial < 0;
+    const int64_t first = first_element(final ? run.request : run.partial);
     auto* out = static_cast<__nv_bfloat16*>(params_.out) + first;
     float* partial = params_.partial_out + first;
     const bool second = ptx::lane() & kNeighbour;
@@ -63,7 +63,7 @@ class RunResult {
 
   // What a request's first split has come to, whether or not others were added.
   __device__ __forceinline__ void store_final(bool) {
-    if (at_.anew().thread() == 0) run.partial_slot = -1;
+    if (at_.anew().thread() == 0) run.partial = -1;
     meet_within(at_.owner);
     store(true);
   }
@@ -71,11 +71,11 @@ class RunResult {
   // Adds the other splits' partial results to that of a request's first one.
   __device__ __forceinline__ void add_partials() {
     for (int split = 1; split < run.kept_splits; ++split) {
-      const int slot = min(run.partial_slot + split, params_.num_slots() - 1);
+      const int partial = min(run.partial + split, params_.num_partials() - 1);
       const int row = at_.anew().thread();
       if (row < Plan::kRows) {
         const RowLse lse =
-            row < rows_left() ? params_.partial_lse[row_of_all(slot, row)] : RowLse{-INFINITY, 0.0f};
+            row < rows_left() ? params_.partial_lse[row_of_all(partial, row)] : RowLse{-INFINITY, 0.0f};
         const float top = fmaxf(base_, lse.maximum);
         const float own = exp2_fast(base_ - top) * left_, others = exp2_fast(lse.maximum - top) * lse.total;
         base_ = top;
@@ -87,7 +87,7 @@ class RunResult {
       const Place at = at_.anew();
       unit_ = 1.0f;  // partial results are in none
       meet_within(at_.owner);
-      const float* from = params_.partial_out + first_element(slot);
+      const float* from = params_.partial_out + first_element(partial);
       const int left = rows_left() - at.row(0);
       visit_row_pairs<Plan::kRows>([&](int j) {
         const float2 own = smem_.out_factor[at_.owner].pair(at.row(j));
@@ -99,7 +99,8 @@ class RunResult {
       meet_within(at_.owner);
       for (int line = ptx::lane(); line < rows_left() * kLinesOfWarp && line < Plan::kRows * kLinesOfWarp;
            line += 32) {
-        const float* part = place().partial_row(params_, slot, line / kLinesOfWarp) + at_.warp * kWarpColumns;
+        const float* part =
+            place().partial_row(params_, partial, line / kLinesOfWarp) + at_.warp * kWarpColumns;
         ptx::discard_line(part + line % kLinesOfWarp * (kWarpColumns / kLinesOfWarp));
       }
     }
@@ -118,16 +119,16 @@ class RunResult {
       const RowLse lse = {empty ? -INFINITY : base_, sum_ * left_};
       if constexpr (Tokens::kHasSinks) {
         // What is final makes room for the row's sink.
-        if (params_.sinks != nullptr && run.partial_slot < 0 && row < rows_left()) {
+        if (params_.sinks != nullptr && run.partial < 0 && row < rows_left()) {
           factor *= share_beside_sink(lse, params_.sinks[row_of_all(0, row)]);
         }
       }
       smem_.out_factor[at_.owner][row] = factor;
       if (at_.owner == 0 && row < rows_left()) {
-        if (run.partial_slot < 0) {
+        if (run.partial < 0) {
           *params_.lse_of(run.request, place().kv_head, place().first_row() + row) = log2_of(lse) * kLn2;
         } else {
-          params_.partial_lse[row_of_all(run.partial_slot, row)] = lse;
+          params_.partial_lse[row_of_all(run.partial, row)] = lse;
         }
       }
     }
@@ -144,14 +145,15 @@ class RunResult {
 
   // Among all rows of the output or of the partial results. The row is unsigned, or the compiler keeps the
   // upper half of its 64 bits in a register.
-  __device__ __forceinline__ int64_t row_of_all(int request_or_slot, uint32_t row) const {
-    return place().row(params_, request_or_slot) + row;
+  __device__ __forceinline__ int64_t row_of_all(int request_or_partial, uint32_t row) const {
+    return place().row(params_, request_or_partial) + row;
   }
 
   // Of the output, or of the partial results: this thread's first column of its first row.
-  __device__ __forceinline__ int64_t first_element(int request_or_slot) const {
+  __device__ __forceinline__ int64_t first_element(int request_or_partial) const {
     const Place at = at_.anew();
-    int64_t first = row_of_all(request_or_slot, at.row(0)) * kLatentDim + static_cast<uint32_t>(at.column());
+    int64_t first =
+        row_of_all(request_or_partial, at.row(0)) * kLatentDim + static_cast<uint32_t>(at.column());
     // Kept, or the compiler works it out again for every row, from what it has spilled.
     asm volatile("" : "+l"(first));
     return first;
