@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,14 +41,14 @@ class Layers:
         """
         return self._tables_of(check_layer(self._checker("layer_tables"), layer, self.num_layers))
 
-    def copy_pages(self, source_pages: PageIds, target_pages: PageIds) -> Self:
+    def copy_pages[Cache: Any](self: Cache, source_pages: PageIds, target_pages: PageIds) -> Cache:
         """Copies pages [num_copies], ids in [0, num_pages), onto others, in every layer, and with them scales that are
         theirs alone; see `copy_pages`."""
         pages = copied_pages(self._checker("copy_pages"), source_pages, target_pages)
         places = every_layer(*pages, self.num_pages, self.num_layers)
         return self.replace(**{name: copy_rows(getattr(self, name), *places) for name in self._by_page()})
 
-    def replace(self, **changes: Any) -> Self:
+    def replace[Cache: Any](self: Cache, **changes: Any) -> Cache:
         """The cache with other fields; they are not checked, since a transformation may put anything there."""
         if "block_tables" in changes:
             changes["shared_tables"] = changes.pop("block_tables")
