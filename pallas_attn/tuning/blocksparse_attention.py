@@ -16,7 +16,7 @@ from pallas_attn.ops.blocksparse_attention.config import TILES
 from pallas_attn.ops.blocksparse_attention.operands import Operands
 from pallas_attn.testing.blocksparse import BlockSparseCase, layout_of
 from pallas_attn.tuning.dense import DensePoint
-from pallas_attn.tuning.points import Fields, Inputs
+from pallas_attn.tuning.points import Fields, Inputs, named
 
 # Tokens of a sequence, `max_len` of which a row sees on average.
 CONTEXT = 8
@@ -111,9 +111,9 @@ class BlockSparsePoint(DensePoint):
 
     def candidates(self) -> list[Fields]:
         most = self.case.block_size
-        found = (dict(zip(TILES[self.kernel], tiles, strict=True)) for tiles in CHOICES[self.kernel])
+        found = named(TILES[self.kernel], CHOICES[self.kernel])
         return self.distinct(
-            [{}, *(tiles for tiles in found if all(tiles[name] <= most for name in tiles if "block" in name))]
+            tiles for tiles in found if all(tiles[name] <= most for name in tiles if "block" in name)
         )
 
     def inputs(self) -> Inputs:

@@ -13,7 +13,7 @@ from pallas_attn.ops.flash_attention.config import KERNELS, FlashAttentionTiles
 from pallas_attn.ops.flash_attention.operands import Operands, Rules
 from pallas_attn.testing.flash_attention import FlashCase
 from pallas_attn.tuning.dense import DensePoint
-from pallas_attn.tuning.points import Fields
+from pallas_attn.tuning.points import Fields, named
 
 LAYOUT = "BTNH"
 # (block_q, block_kv, warps, stages); dk and dv walk over queries, and have them the other way round.
@@ -71,7 +71,7 @@ class FlashAttentionPoint(DensePoint):
     def candidates(self) -> list[Fields]:
         sides = ("block_kv", "block_q") if self.kernel == "key_value" else ("block_q", "block_kv")
         names = (*sides, "num_warps", "num_stages")
-        return self.distinct([{}, *(dict(zip(names, tiles, strict=True)) for tiles in TILES)])
+        return self.distinct(named(names, TILES))
 
     def attend(self, operands: Any, *floats: jax.Array, **options: Any) -> Any:
         return flash_attention(*floats, causal=True, return_lse=True, **options)

@@ -1,12 +1,10 @@
 """What is tuned of `mla_decode`: its Pallas kernel, with a schedule and without one."""
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from pallas_attn._call.device import current_device
 from pallas_attn.ops.mla_decode import mla_decode, mla_schedule
@@ -15,12 +13,13 @@ from pallas_attn.ops.mla_decode.operands import Operands
 from pallas_attn.ops.mla_decode.schedule import METADATA_SIZE, MLASchedule
 from pallas_attn.testing.cases import MLADecodeCase
 from pallas_attn.tuning.paged import PagedPoint, random_pool, random_query
-from pallas_attn.tuning.points import Fields
+from pallas_attn.tuning.points import Fields, named
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLADecodePoint(PagedPoint):
     op: ClassVar = OP
+    pools: ClassVar = 1
     sizes: ClassVar = dict(num_heads=128, num_kv_heads=1, page_size=64, dtype="bfloat16")
 
     case: MLADecodeCase
@@ -34,10 +33,6 @@ class MLADecodePoint(PagedPoint):
     @property
     def kind(self) -> str:
         return "with a schedule" if self.scheduled else "without"
-
-    @property
-    def read_bytes(self) -> int:
-        return self.streams * self.slots * self.case.head_dim * jnp.dtype(self.case.dtype).itemsize
 
     def abstract(self) -> Operands:
         case, struct = self.case, self.struct
@@ -57,14 +52,8 @@ class MLADecodePoint(PagedPoint):
         """Tiles around the heuristic's; without a schedule also shorter and more splits."""
         if self.config().block_q >= 64:
             # Eight warps turn 64 rows over tiles of 64 tokens (transposed.py).
-            tiles = [
-                (64, 64, 8, 2),
-                (64, 32, 8, 2),
-                (64, 32, 8, 3),
-                (64, 32, 8, 4),
-                (64, 16, 8, 4),
-                (32, 32, 4, 3),
-            ]
+            shapes = [(64, 8, 2), (32, 8, 2), (32, 8, 3), (32, 8, 4), (16, 8, 4)]
+            tiles = [*((64, *shape) for shape in shapes), (32, 32, 4, 3)]
         else:
             block_q = self.config().block_q
             # Four warps turn 32 rows (transposed.py), and then two buffers are all there is room for.
@@ -76,10 +65,7 @@ class MLADecodePoint(PagedPoint):
         if not self.scheduled:
             splits += [dict(target_programs=2 * cores), dict(min_split_tokens=256)]
         names = ("block_q", "block_kv", "num_warps", "num_stages")
-        tiled = [
-            dict(zip(names, tile, strict=True)) | more for tile, more in itertools.product(tiles, splits)
-        ]
-        return self.distinct([{}, *tiled])
+        return self.distinct(tile | more for tile in named(names, tiles) for more in splits)
 
     def operands(self, num_pages: int, seq_lens: jax.Array) -> tuple[Any, ...]:
         case = self.case

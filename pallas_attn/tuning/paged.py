@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,22 @@ BLOCK = 1 << 22  # random elements, repeated to fill a pool
 
 class PagedPoint(Point):
     """One kind of call of an op over pages."""
+
+    pools: ClassVar[int] = 2
+    """Keys and values; of latents there is one pool."""
+
+    @property
+    def stored(self) -> Any:
+        """The pools' dtype."""
+        return self.case.dtype
+
+    @property
+    def kind(self) -> str:
+        return jnp.dtype(self.stored).name
+
+    @property
+    def read_bytes(self) -> int:
+        return self.pools * self.streams * self.slots * self.case.head_dim * jnp.dtype(self.stored).itemsize
 
     @property
     def slots(self) -> int:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from pallas_attn._call.device import current_device
 from pallas_attn._tile.masking import Rules
@@ -14,7 +13,7 @@ from pallas_attn.ops.paged_attention.api import OP
 from pallas_attn.ops.paged_attention.operands import Operands
 from pallas_attn.testing.cases import DecodeCase, served
 from pallas_attn.tuning.paged import PagedPoint, random_pool, random_query
-from pallas_attn.tuning.points import Fields
+from pallas_attn.tuning.points import Fields, named
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,14 +32,6 @@ class PagedAttentionPoint(PagedPoint):
     @property
     def stored(self) -> str:
         return self.case.cache_dtype or self.case.dtype
-
-    @property
-    def kind(self) -> str:
-        return self.stored
-
-    @property
-    def read_bytes(self) -> int:
-        return 2 * self.streams * self.slots * self.case.head_dim * jnp.dtype(self.stored).itemsize
 
     def abstract(self) -> Operands:
         case = self.case
@@ -76,11 +67,8 @@ class PagedAttentionPoint(PagedPoint):
             least = [64, 128]  # splits of 256 tokens would leave half the device without work
         elif self.streams * self.max_len < 256 * cores:
             least = [128, 256]
-        names = ("block_kv", "num_warps", "num_stages")
-        tried = [
-            dict(zip(names, tile, strict=True), min_split_tokens=tokens) for tile in tiles for tokens in least
-        ]
-        return self.distinct([{}, *tried])
+        sizes = named(("block_kv", "num_warps", "num_stages"), tiles)
+        return self.distinct(dict(size, min_split_tokens=tokens) for size in sizes for tokens in least)
 
     def operands(self, num_pages: int, seq_lens: jax.Array) -> tuple[jax.Array, ...]:
         case = self.case

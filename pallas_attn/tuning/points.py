@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NamedTuple
 
@@ -119,12 +119,17 @@ class Point(abc.ABC):
         """Walks over a cache: one for each sequence and KV head."""
         return self.case.num_seqs * self.case.num_kv_heads
 
-    def distinct(self, found: Sequence[Fields]) -> list[Fields]:
-        """Without those that give the same config as earlier ones."""
+    def distinct(self, found: Iterable[Fields]) -> list[Fields]:
+        """The heuristic's, and of these what gives another config than earlier ones."""
         configs: dict[Any, Fields] = {}
-        for fields in found:
+        for fields in ({}, *found):
             configs.setdefault(self.config(**fields), fields)
         return list(configs.values())
+
+
+def named(names: Sequence[str], tiles: Iterable[Sequence[int]]) -> list[Fields]:
+    """Fields of these names, from tiles."""
+    return [dict(zip(names, tile, strict=True)) for tile in tiles]
 
 
 class Inputs(NamedTuple):

@@ -1,7 +1,6 @@
 """What is tuned of `ragged_paged_attention`: chunks of prompts behind contexts, and decoding."""
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ from pallas_attn.ops.ragged_attention.api import OP
 from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.testing.cases import RaggedCase
 from pallas_attn.tuning.paged import PagedPoint, random_pool, random_query
-from pallas_attn.tuning.points import Fields
+from pallas_attn.tuning.points import Fields, named
 
 CHUNK = 512  # new tokens of a sequence, and 1, the most common number
 
@@ -43,10 +42,6 @@ class RaggedAttentionPoint(PagedPoint):
     @property
     def kind(self) -> str:
         return f"{self.case.q_len} new"
-
-    @property
-    def read_bytes(self) -> int:
-        return 2 * self.streams * self.slots * self.case.head_dim * jnp.dtype(self.case.dtype).itemsize
 
     def abstract(self) -> Operands:
         case, struct = self.case, self.struct
@@ -86,17 +81,12 @@ class RaggedAttentionPoint(PagedPoint):
     def candidates(self) -> list[Fields]:
         cores = current_device().num_cores
         names = ("block_kv", "num_warps", "num_stages")
-        found: list[Fields]
         if self.case.q_len == 1:
-            tiles = itertools.product(
-                [(128, 4, 3), (64, 4, 3), (64, 4, 4), (32, 4, 5), (32, 4, 3)],
-                [{}, dict(target_programs=2 * cores)],
-            )
-            found = [dict(zip(names, tile, strict=True)) | more for tile, more in tiles]
-        else:
-            shapes = [(128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3), (64, 128, 8, 3)]
-            found = [dict(zip(("block_q", *names), shape, strict=True)) for shape in shapes]
-        return self.distinct([{}, *found])
+            tiles = named(names, [(128, 4, 3), (64, 4, 3), (64, 4, 4), (32, 4, 5), (32, 4, 3)])
+            programs: list[Fields] = [{}, dict(target_programs=2 * cores)]
+            return self.distinct(tile | more for tile in tiles for more in programs)
+        shapes = [(128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3), (64, 128, 8, 3)]
+        return self.distinct(named(("block_q", *names), shapes))
 
     def operands(self, num_pages: int, seq_lens: jax.Array) -> tuple[jax.Array, ...]:
         case = self.case

@@ -17,7 +17,7 @@ from pallas_attn.ops.sparse_mla.operands import Ids, Operands
 from pallas_attn.testing.cases import SparseMLACase
 from pallas_attn.tuning import timing
 from pallas_attn.tuning.paged import PagedPoint, random_pool, random_query
-from pallas_attn.tuning.points import Fields
+from pallas_attn.tuning.points import Fields, named
 
 # A context is this many times as long as the ids that a query token names.
 CONTEXT = 4
@@ -55,7 +55,7 @@ class SparseMLAPoint(PagedPoint):
 
     @property
     def kind(self) -> str:
-        return self.case.cache_dtype or self.case.dtype
+        return self.case.cache_dtype or self.case.dtype  # `stored` are bytes
 
     @property
     def read_bytes(self) -> int:
@@ -81,7 +81,7 @@ class SparseMLAPoint(PagedPoint):
             shapes = [(64, 4, 3), (64, 4, 5), (64, 8, 3), (32, 4, 5), (32, 8, 3), (16, 4, 5)]
             tiles = [(block_q, *shape) for shape in shapes]
         names = ("block_q", "block_kv", "num_warps", "num_stages")
-        return self.distinct([{}, *(dict(zip(names, tile, strict=True)) for tile in tiles)])
+        return self.distinct(named(names, tiles))
 
     def operands(self, num_pages: int, seq_lens: jax.Array) -> tuple[jax.Array, ...]:
         case = self.case
