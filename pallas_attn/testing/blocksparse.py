@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._tile.layout import from_nhd
+from pallas_attn._tile.layout import from_nhd, to_nhd
 from pallas_attn._tile.masking import LocalStride
 from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, builders
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
-from pallas_attn.testing.inputs import block_tables, token_places
+from pallas_attn.testing.inputs import block_tables, in_pattern, token_places
 
 PHI3_SMALL = LocalStride(block_size=64, local_blocks=16, vert_stride=8, head_sliding_step=1)
 """Phi-3-small's pattern: a band of 16 blocks of 64 and every eighth block, another eighth for each head."""
@@ -144,13 +144,7 @@ def visible(case: BlockSparseCase, head: int, position: int) -> np.ndarray:
         first_query = position // case.q_block_size * case.q_block_size
         return (block + 1) * case.block_size > first_query - window + 1
     if isinstance(pattern, LocalStride):
-        step = pattern.head_sliding_step
-        if step >= 0:
-            offset = (pattern.tp_rank * case.num_heads + head) * step + 1
-        else:
-            offset = (pattern.tp_rank * case.num_kv_heads + head // case.group) * -step + 1
-        local = block > position // case.block_size - pattern.local_blocks
-        return local | ((block + offset) % pattern.vert_stride == 0)
+        return in_pattern(pattern, case, token, position, head)
     return random_blocks(case)[head, position // case.q_block_size, block]
 
 
@@ -211,8 +205,6 @@ def keys_and_values(
         first = data.cu_k_lens[seq]
         key, value = (x[first : first + k_len] for x in (data.key, data.value))
     else:
-        from pallas_attn._tile.layout import to_nhd
-
         assert data.block_tables is not None
         place = token_places(data.block_tables[seq], k_len, case.page_size or 1)
         pools = (

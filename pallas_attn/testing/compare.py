@@ -46,19 +46,13 @@ def assert_rows_close(
                 f"{int(wrong.sum())} such elements"
             )
     finite = np.isfinite(reference).all(axis=-1)
-    errors = np.where(
-        finite, row_errors(np.where(finite[..., None], out, 0), np.where(finite[..., None], reference, 0)), 0
-    )
-    budget = CAP[dtype]
+
+    def errors_of(given) -> np.ndarray:
+        return row_errors(*(np.where(finite[..., None], x, 0) for x in (given, reference)))
+
+    errors, budget = errors_of(out), CAP[dtype]
     if rounded_reference is not None:
-        attainable = np.where(
-            finite,
-            row_errors(
-                np.where(finite[..., None], rounded_reference, 0), np.where(finite[..., None], reference, 0)
-            ),
-            0,
-        ).max(initial=0)
-        budget = min(budget, 2 * float(attainable) + QUANTUM[dtype])
+        budget = min(budget, 2 * float(errors_of(rounded_reference).max(initial=0)) + QUANTUM[dtype])
     worst = tuple(int(i) for i in np.unravel_index(np.argmax(errors), errors.shape))
     assert errors[worst] <= budget, (
         f"{case_id}: row {worst}{_describe(worst[0], lengths, page_size)}: error {errors[worst]:.2e} "

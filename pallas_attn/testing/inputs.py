@@ -7,6 +7,7 @@ arrays, rounding included.
 import copy
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, overload
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 from pallas_attn._call.pools import PoolShape, Which, array_shape
 from pallas_attn._tile.latents import BYTES, token_width
 from pallas_attn._tile.layout import from_nhd, token_index
+from pallas_attn._tile.masking import LocalStride
 from pallas_attn._tile.quantization import quantize
 from pallas_attn.ops.latent_cache import quantize_latents
 from pallas_attn.testing.cases import Case, DecodeCase, MLADecodeCase, RaggedCase
@@ -111,18 +113,38 @@ def make(case: Any, seed: int = 0) -> Any:
             cache = np.array(quantize_latents(jnp.asarray(cache)))
         return LatentInputs(query, cache, tables, lens)
     extras = _extras(case, rng, num_pages)
-    pools = {}
-    for which in ("key", "value"):
-        pool = _drawn_pool(case, rng, tables, num_pages)
+
+    def seen(seq: int) -> np.ndarray:
+        return visible(case, case.seq_lens[seq], **_newest(extras, seq))
+
+    pools = _pools(case, rng, tables, num_pages, extras, seen, case.head_dim)
+    return PagedInputs(query, *pools, tables, lens, extras)
+
+
+def _pools(
+    case: DecodeCase,
+    rng: np.random.Generator,
+    tables: np.ndarray,
+    num_pages: int,
+    extras: dict[str, np.ndarray],
+    seen: Callable[[int], np.ndarray],
+    value_dim: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values as they are stored; `seen`: which of a sequence's tokens each of its queries sees."""
+    pools: dict[Which, np.ndarray] = {}
+    dims: dict[Which, int] = {"key": case.head_dim, "value": value_dim}
+    for which, dim in dims.items():
+        narrow = dataclasses.replace(case, head_dim=dim)
+        pool = _drawn_pool(narrow, rng, tables, num_pages)
         if which == "value":
             for seq, length in enumerate(case.seq_lens):
                 page, offset = token_places(tables[seq], length, case.page_size)
-                unseen = ~visible(case, length, **_newest(extras, seq)).any(axis=(0, 1))
+                unseen = ~seen(seq).any(axis=(0, 1))
                 pool[page[unseen], offset[unseen]] = 1e4
-        stored = _stored(pool, case, extras.get(f"{which[0]}_scale"))
+        stored = _stored(pool, narrow, extras.get(f"{which[0]}_scale"))
         pools[which] = np.array(from_nhd(jnp.asarray(stored), case.layout, which))
     _poison_free_pages(extras, tables, case)
-    return PagedInputs(query, pools["key"], pools["value"], tables, lens, extras)
+    return pools["key"], pools["value"]
 
 
 def shapes(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -281,23 +303,21 @@ def visible(
             if case.sliding_window is not None:
                 row &= position[own] - position < case.sliding_window
             if case.block_sparse is not None:
-                row &= _in_pattern(case, slot, own, head)
+                row &= in_pattern(case.block_sparse, case, slot, own, head)
             seen[q, head] = row
     return seen
 
 
-def _in_pattern(case: DecodeCase, token: np.ndarray, at: int, head: int) -> np.ndarray:
-    pattern = case.block_sparse
-    assert pattern is not None
+def in_pattern(pattern: LocalStride, case: Any, token: np.ndarray, at: int, head: int) -> np.ndarray:
+    """Whether the query at `at` of a case's head sees each token, by the pattern as documented."""
     step = pattern.head_sliding_step
     if step >= 0:
         offset = (pattern.tp_rank * case.num_heads + head) * step + 1
     else:
         offset = (pattern.tp_rank * case.num_kv_heads + head // case.group) * -step + 1
     block = token // pattern.block_size
-    return ((block + offset) % pattern.vert_stride == 0) | (
-        block > at // pattern.block_size - pattern.local_blocks
-    )
+    local = block > at // pattern.block_size - pattern.local_blocks
+    return local | ((block + offset) % pattern.vert_stride == 0)
 
 
 def make_ragged(case: RaggedCase, seed: int = 0) -> RaggedInputs:
@@ -315,44 +335,22 @@ def make_ragged(case: RaggedCase, seed: int = 0) -> RaggedInputs:
     extras = _extras(case, rng, num_pages)
     if case.tree:
         extras |= _ragged_tree(case, rng, cu)
-    pools: dict[Which, np.ndarray] = {}
-    dims: dict[Which, int] = {"key": case.head_dim, "value": case.value_dim or case.head_dim}
-    for which, dim in dims.items():
-        narrow = dataclasses.replace(case, head_dim=dim)
-        pool = _drawn_pool(narrow, rng, used, num_pages)
-        if which == "value":
-            for seq, length in enumerate(case.seq_lens):
-                page, offset = token_places(used[seq], length, case.page_size)
-                unseen = ~visible(case.of(seq), length, **_newest_ragged(extras, case, cu, seq)).any(
-                    axis=(0, 1)
-                )
-                pool[page[unseen], offset[unseen]] = 1e4
-        stored = _stored(pool, narrow, extras.get(f"{which[0]}_scale"))
-        pools[which] = np.array(from_nhd(jnp.asarray(stored), case.layout, which))
-    _poison_free_pages(extras, used, case)
+
+    def seen(seq: int) -> np.ndarray:
+        return visible(case.of(seq), case.seq_lens[seq], **_newest_ragged(extras, case, cu, seq))
+
+    pools = _pools(case, rng, used, num_pages, extras, seen, case.value_dim or case.head_dim)
     query = query.astype(jnp.dtype(case.dtype))
-    return RaggedInputs(
-        query, pools["key"], pools["value"], tables, lens, cu, np.asarray(case.num_seqs, np.int32), extras
-    )
+    return RaggedInputs(query, *pools, tables, lens, cu, np.asarray(case.num_seqs, np.int32), extras)
 
 
 def plant_ragged_needles(case: RaggedCase, inputs: RaggedInputs, positions: dict[int, int]) -> None:
     """As `plant_needles`, for the queries that see the token: no more of them a KV head than head_dim."""
     for seq, position in positions.items():
         first, end = inputs.cu_q_lens[seq], inputs.cu_q_lens[seq + 1]
-        page, offset = token_places(inputs.block_tables[seq], case.seq_lens[seq], case.page_size)
         sees = visible(case.of(seq), case.seq_lens[seq], **inputs.newest(case, seq))[:, 0, position]
-        others = np.arange(case.seq_lens[seq]) != position
-        for head in range(case.num_kv_heads):
-            place = token_index(
-                case.layout, "key", page[:, None], offset[:, None], head, np.arange(case.head_dim),
-                inputs.key_cache.dtype,
-            )  # fmt: skip
-            keys = inputs.key_cache[place].astype(np.float64)
-            queries = inputs.query[first:end, head * case.group : (head + 1) * case.group][sees]
-            queries = queries.astype(np.float64).reshape(-1, case.head_dim)
-            keys[position] = _outweighing(queries, keys[others], case.head_dim**-0.5)
-            inputs.key_cache[place] = keys.astype(inputs.key_cache.dtype)
+        query = inputs.query[first:end].reshape(end - first, case.num_kv_heads, case.group, case.head_dim)
+        _plant(case, inputs, seq, position, query[sees], case.head_dim**-0.5)
 
 
 def token_places(table: np.ndarray, length: int, page_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -370,18 +368,22 @@ def plant_needles(
     weight, and an output that lost it is wrong by most of its norm, however long the sequence.
     """
     factor: float = case.head_dim**-0.5 if scale is None else scale
-    cache = inputs.key_cache
     query = inputs.query.reshape(case.num_seqs, case.q_len, case.num_kv_heads, case.group, case.head_dim)
     for seq, position in positions.items():
-        page, offset = token_places(inputs.block_tables[seq], case.seq_lens[seq], case.page_size)
-        others = np.arange(case.seq_lens[seq]) != position
-        for head in range(case.num_kv_heads):
-            dim = np.arange(case.head_dim)
-            place = token_index(case.layout, "key", page[:, None], offset[:, None], head, dim, cache.dtype)
-            keys = cache[place].astype(np.float64)
-            queries = query[seq, :, head].astype(np.float64).reshape(-1, case.head_dim)
-            keys[position] = _outweighing(queries, keys[others], factor)
-            cache[place] = keys.astype(cache.dtype)
+        _plant(case, inputs, seq, position, query[seq], factor)
+
+
+def _plant(case: Case, inputs: Any, seq: int, position: int, query: np.ndarray, scale: float) -> None:
+    """For a sequence's queries [tokens, num_kv_heads, group, head_dim]."""
+    page, offset = token_places(inputs.block_tables[seq], case.seq_lens[seq], case.page_size)
+    others, cache = np.arange(case.seq_lens[seq]) != position, inputs.key_cache
+    for head in range(case.num_kv_heads):
+        dim = np.arange(case.head_dim)
+        place = token_index(case.layout, "key", page[:, None], offset[:, None], head, dim, cache.dtype)
+        keys = cache[place].astype(np.float64)
+        queries = query[:, head].astype(np.float64).reshape(-1, case.head_dim)
+        keys[position] = _outweighing(queries, keys[others], scale)
+        cache[place] = keys.astype(cache.dtype)
 
 
 def _outweighing(queries: np.ndarray, keys: np.ndarray, scale: float) -> np.ndarray:
