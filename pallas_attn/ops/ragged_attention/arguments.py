@@ -88,6 +88,8 @@ def made(
     check.flag("return_lse", return_lse)
     sliding_window, traced_window = options.window(check, sliding_window)
     k_scale, v_scale = options.scales(check, key_cache.dtype, pool, k_scale, v_scale)
+    alibi_slopes = options.by_head(check, "alibi_slopes", alibi_slopes)
+    sinks = options.by_head(check, "sinks", sinks)
     _check_tree(check, tree_mask, query_positions, causal)
     max_seqs, max_pages = arrays["block_tables"].shape
     sizes = PagedSizes(max_seqs, query.shape[1], max_pages, pool.page_size)
@@ -97,8 +99,8 @@ def made(
         key_cache=key_cache,
         **arrays,
         sliding_window=traced_window,
-        alibi_slopes=options.by_head(check, "alibi_slopes", alibi_slopes),
-        sinks=options.by_head(check, "sinks", sinks),
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
         tree_mask=None if tree_mask is None else tree_mask.astype(jnp.int8),
