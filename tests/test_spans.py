@@ -18,7 +18,7 @@ def test_tiles_against_every_pair():
         window = [None, 5, 40][rng.integers(3)]
         found = span(
             jnp.int32(first), jnp.int32(last), begin, jnp.int32(end),
-            causal=causal, window=window, block_kv=block_kv,
+            causal=causal, sliding_window=window, block_kv=block_kv,
         )  # fmt: skip
         query, key = np.arange(first, last + 1)[:, None], np.arange(begin, end)[None, :]
         seen = (key <= query) | (not causal)

@@ -95,6 +95,10 @@ class Rules(NamedTuple):
     softcap: float | None = None
     block_sparse: LocalStride | None = None
 
+    def with_window(self, sliding_window: jax.Array | None) -> "Rules":
+        """With the operand, if there is one."""
+        return self if sliding_window is None else self._replace(sliding_window=sliding_window)
+
 
 def cap(logits: jax.Array, softcap: float | None) -> jax.Array:
     """softcap * tanh(logits / softcap): keeps logits within (-softcap, softcap)."""

@@ -78,8 +78,8 @@ def _left(operands: Operands, problem: Problem) -> Left | None:
     """What the mask_mod leaves of sequences; None without one, and where a pattern says which blocks are walked."""
     if operands.mods is None or not problem.by_tiles:
         return None
-    traced = operands.sliding_window
-    window = problem.rules.sliding_window if traced is None else traced[0]
+    traced = None if operands.sliding_window is None else operands.sliding_window[0]
+    window = problem.rules.with_window(traced).sliding_window
     found = of_sequences(operands.mods, operands.seq_lens, problem.q_len, problem.max_len, window)
     return Left.of(found, problem.config.block_kv)
 

@@ -72,9 +72,7 @@ class Rule(page_loop.Rule):
         return over_arrays(mods, captured, known, self.max_len).at(KEY, position, self.max_len)
 
     def _rules(self, of: page_loop.Sequences) -> masking.Rules:
-        """The rules with a run-time window."""
-        window = of.others.sliding_window
-        return self.rules if window is None else self.rules._replace(sliding_window=window)
+        return self.rules.with_window(of.others.sliding_window)
 
     def _tree(self, of: page_loop.Sequences, position: jax.Array) -> tree.Tree | None:
         return tree.of_chunk(of.others, of.lengths, self.num_heads // self.pool.num_kv_heads, position)
@@ -123,9 +121,8 @@ def paged_attention_xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
         mods=operands.mods,
         left=_left(operands, max_len),
     )
-    seen_from = masking.window_start(
-        jnp.maximum(lengths - q_len, 0), rules.sliding_window if window is None else window
-    )
+    earliest = jnp.maximum(lengths - q_len, 0)
+    seen_from = masking.window_start(earliest, rules.with_window(window).sliding_window)
     k_scale, key_scale = quantization.apart(operands.k_scale)
     v_scale, value_scale = quantization.apart(operands.v_scale)
     floats = page_loop.Floats(

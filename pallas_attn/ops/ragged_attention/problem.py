@@ -226,7 +226,6 @@ class Problem(PagedCall):
             seen_by_all = jnp.where(is_tree, begins, first + 1)
             first, last = jnp.where(is_tree, begins, first), jnp.where(is_tree, seq_len - 1, last)
         parts = [(0, in_pages), (in_pages, seq_len)] if self.new_apart else [(0, in_pages)]
-        window, block_kv = self.rules.sliding_window, self.config.block_kv
         return [
             span(
                 first,
@@ -234,8 +233,8 @@ class Problem(PagedCall):
                 begin,
                 end,
                 causal=self.causal,
-                window=window,
-                block_kv=block_kv,
+                sliding_window=self.rules.sliding_window,
+                block_kv=self.config.block_kv,
                 seen_by_all=seen_by_all,
                 left=self.keys_left(block),
             )

@@ -89,8 +89,7 @@ class Rule(page_loop.Rule):
         return tree.Tree(seen, key_at[:, None, None], drafts.rule_at)
 
     def logits(self, floats, of: page_loop.Sequences, keys, position, seen) -> jax.Array:
-        rules, window = self.rules, of.others.sliding_window
-        rules = rules if window is None else rules._replace(sliding_window=window)
+        rules = self.rules.with_window(of.others.sliding_window)
         k_scale = jnp.ones(self.pool.num_kv_heads, jnp.float32) if floats.k_scale is None else floats.k_scale
         slope = None if floats.alibi_slopes is None else self.by_row(floats.alibi_slopes)
         products = jnp.einsum("bhrd,bhkd->bhrk", floats.rows, keys, precision="highest")
@@ -142,7 +141,7 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
     last = jnp.minimum(within[:, -1], blocks.q_len - 1)
     group = num_heads // pool.num_kv_heads
     traced_window = None if operands.sliding_window is None else operands.sliding_window[0]
-    window = rules.sliding_window if traced_window is None else traced_window
+    sliding_window = rules.with_window(traced_window).sliding_window
     packed = page_loop.pack(blocks.take(query.astype(jnp.float32)), pool.num_kv_heads)
     floats = page_loop.Floats(packed, k_scale, operands.alibi_slopes, operands.captured)
 
@@ -180,7 +179,7 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
         )
         ends = jnp.where((blocks.first < blocks.q_len) & ~blocks.is_padding & ~skipped, ends, 0)
         earliest = jnp.where(is_tree, before, query_at[:, 0])
-        seen_from = masking.window_start(jnp.maximum(earliest, 0), window)
+        seen_from = masking.window_start(jnp.maximum(earliest, 0), sliding_window)
         left = None
         if has_mask(operands.mods) and operands.mods is not None:
             newest = jnp.maximum(before + last, query_at[:, 0])

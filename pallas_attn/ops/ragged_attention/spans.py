@@ -70,7 +70,7 @@ def span(
     end: jax.Array,
     *,
     causal: bool,
-    window: int | jax.Array | None,
+    sliding_window: int | jax.Array | None,
     block_kv: int,
     seen_by_all: jax.Array | None = None,
     left: Seen | None = None,
@@ -83,8 +83,8 @@ def span(
     seen_end = jnp.clip(last_query + 1, begin, end) if causal else end
     seen_by_all = first_query + 1 if seen_by_all is None else seen_by_all
     whole_end = jnp.clip(seen_by_all, begin, end) if causal else end
-    seen_from = jnp.maximum(masking.window_start(first_query, window), begin)
-    whole_from = jnp.maximum(masking.window_start(last_query, window), begin)
+    seen_from = jnp.maximum(masking.window_start(first_query, sliding_window), begin)
+    whole_from = jnp.maximum(masking.window_start(last_query, sliding_window), begin)
     if left is not None:
         seen_from, whole_from = jnp.maximum(seen_from, left.first), jnp.maximum(whole_from, left.rest)
         seen_end, whole_end = (jnp.minimum(x, left.end) for x in (seen_end, whole_end))
