@@ -81,34 +81,15 @@ ANYTHING = None
 """A fixed setting that may have any value."""
 _ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _ORIGINAL = "original_max_position_embeddings"
-# Parameters of each kind of rotary embedding, and which are required.
+_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
+# Parameters of each kind of rotary embedding: required, and others.
 _ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "default": ((_ORIGINAL,), ()),
-    "linear": (("factor",), ("factor",)),
-    "dynamic": (("factor", _ORIGINAL), ("factor",)),
-    "llama3": (
-        ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
-        ("factor", "low_freq_factor", "high_freq_factor"),
-    ),
-    "yarn": (
-        *(
-            (
-                "factor",
-                _ORIGINAL,
-                "beta_fast",
-                "beta_slow",
-                "attention_factor",
-                "mscale",
-                "mscale_all_dim",
-                "truncate",
-            ),
-        ),
-        ("factor",),
-    ),
-    "longrope": (
-        ("factor", _ORIGINAL, "short_factor", "long_factor", "attention_factor"),
-        ("short_factor", "long_factor"),
-    ),
+    "default": ((), (_ORIGINAL,)),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), (_ORIGINAL,)),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (_ORIGINAL,)),
+    "yarn": (("factor",), (_ORIGINAL, *_YARN, "truncate")),
+    "longrope": (("short_factor", "long_factor"), ("factor", _ORIGINAL, "attention_factor")),
 }
 
 
@@ -201,7 +182,8 @@ def rope_stretch(
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROPE_TYPES:
         settings.refuse("rope_type", " or ".join(map(repr, _ROPE_TYPES)), kind)
-    own, needed = _ROPE_TYPES[kind]
+    needed, others = _ROPE_TYPES[kind]
+    own = (*needed, *others)
     for name, value in rope.items():
         if name not in _ROPE and name not in own and value is not None:
             settings.refuse(name, f"no setting that rope type {kind!r} does not have", value)
@@ -227,8 +209,7 @@ def rope_stretch(
     if kind == "llama3":
         low, high = (float(rope[name]) for name in needed[1:])
         return theta, Llama3Scaling(factor, low, high, original), context
-    names = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
-    options: dict[str, Any] = {name: float(rope[name]) for name in names if rope.get(name)}
+    options: dict[str, Any] = {name: float(rope[name]) for name in _YARN if rope.get(name)}
     if rope.get("truncate") is not None:
         options["truncate"] = bool(rope["truncate"])
     return theta, Yarn(factor, original, **options), max(context, int(factor * original))
