@@ -140,13 +140,13 @@ ffi::Error attention_forward(
                 "a divisor of " + std::to_string(keys.heads), std::to_string(heads_in_l2));
   if (!check.ok()) return check.error();
   const int64_t most_items = items->dimensions()[0];
-  const int64_t slots = split_tiles->dimensions()[0];
-  int64_t needed = slots + queries.batch * (queries.tokens / (tile_rows / group) + 1) +
+  const int64_t partials = split_tiles->dimensions()[0];
+  int64_t needed = partials + queries.batch * (queries.tokens / (tile_rows / group) + 1) +
                    (q_bounds.element_count() > 0 ? seqs + 2 : 0);
   // None without a query of its document's.
-  if (documents) needed = std::min(needed, slots + queries.batch * queries.tokens);
-  check.array("partial_out", *partial_out, {slots, keys.heads, tile_rows, values.dim}, {DataType::F32});
-  check.array("partial_lse", *partial_lse, {slots, keys.heads, tile_rows, 2}, {DataType::F32});
+  if (documents) needed = std::min(needed, partials + queries.batch * queries.tokens);
+  check.array("partial_out", *partial_out, {partials, keys.heads, tile_rows, values.dim}, {DataType::F32});
+  check.array("partial_lse", *partial_lse, {partials, keys.heads, tile_rows, 2}, {DataType::F32});
   check.between("items", " work items", needed, kMaxInt / 2 / keys.heads, most_items);
   if (!check.ok()) return check.error();
 
@@ -173,11 +173,12 @@ ffi::Error attention_forward(
   params.seq_lens = optional<int>(seq_lens);
   params.num_seqs_now = optional<int>(num_seqs);
   params.alibi = optional<float>(alibi);
-  params.split_tiles = slots > 0 ? static_cast<attention::SplitTile*>(split_tiles->untyped_data()) : nullptr;
+  params.split_tiles =
+      partials > 0 ? static_cast<attention::SplitTile*>(split_tiles->untyped_data()) : nullptr;
   params.first_tile = many ? first_tile->typed_data<int>() : nullptr;
   params.partial_out = partial_out->typed_data<float>();
   params.partial_lse = static_cast<RowLse*>(partial_lse->untyped_data());
-  params.max_slots = static_cast<int>(slots);
+  params.max_partials = static_cast<int>(partials);
   params.num_pages = paged ? static_cast<int>(keys.batch) : 0;
   params.page_size = paged ? static_cast<int>(keys.tokens) : 0;
   params.max_pages = paged ? static_cast<int>(block_tables.dimensions()[1]) : 0;

@@ -31,14 +31,14 @@ struct alignas(32) WorkItem {
   int tokens;     // queries
   int first_key;  // key tiles [first_key, first_key + num_keys)
   int num_keys;
-  int slot;  // of the partial result; negative: the tile's keys are not split
-  int head;  // whose lists are each head's own: the query head
+  int partial;  // the number of its partial result; negative: the tile's keys are not split
+  int head;     // whose lists are each head's own: the query head
 };
 
-// A tile whose keys are split, to be merged: its parts are in neighbouring slots.
+// A tile whose keys are split, to be merged: its parts' results are neighbours.
 struct alignas(32) SplitTile {
   int seq, token, tokens;  // as in WorkItem
-  int first_slot, splits;
+  int first_partial, splits;
 };
 
 // What the kernels in a row tell each other.
@@ -126,11 +126,11 @@ struct ForwardParams {
   // Scratch.
   Counters* counters;
   WorkItem* items;         // [max_items]
-  SplitTile* split_tiles;  // [max_slots]; null: nothing may be split
+  SplitTile* split_tiles;  // [max_partials]; null: nothing may be split
   int* first_tile;         // [sequences + 1], where those are more than shared memory has room for
-  float* partial_out;      // [max_slots, num_kv_heads, tile rows, value_dim]
-  RowLse* partial_lse;     // [max_slots, num_kv_heads, tile rows]
-  int max_items, max_slots;
+  float* partial_out;      // [max_partials, num_kv_heads, tile rows, value_dim]
+  RowLse* partial_lse;     // [max_partials, num_kv_heads, tile rows]
+  int max_items, max_partials;
 
   int batch, q_len, kv_len;  // of the arrays of rows
   int num_pages, page_size, max_pages;

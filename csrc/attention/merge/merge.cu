@@ -21,7 +21,7 @@ __device__ void merge_row(const ForwardParams& params, const SplitTile& tile, co
   const int group = params.group;
   const int head = kv_head * group + row % group;
   const auto row_of = [&](int part) {
-    return ((tile.first_slot + int64_t{part}) * params.num_kv_heads + kv_head) * tile_rows + row;
+    return ((tile.first_partial + int64_t{part}) * params.num_kv_heads + kv_head) * tile_rows + row;
   };
   RowLse lse = {-INFINITY, 0.0f};
   if (lane < tile.splits) {

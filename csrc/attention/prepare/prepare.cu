@@ -22,7 +22,7 @@ struct Scratch {
   Team::Scratch team;
   int counts[kBuckets], starts[kBuckets];
   int costs[kCandidates];
-  int slots, split_tiles;
+  int partials, split_tiles;
   int first_tile[];  // [sequences + 1]: tiles in front of each
 };
 
@@ -69,22 +69,23 @@ struct Batch {
 // How long the call takes if no part has more than `longest` key tiles, by one warp: CTAs share the work
 // evenly, unless parts are so long that two of them make the longest run.
 __device__ int cost_of(const ForwardParams& params, const int* counts, int longest, int ctas, int lane) {
-  int work = 0, long_parts = 0, slots = 0;
+  int work = 0, long_parts = 0, partials = 0;
   for (int bucket = lane; bucket < kBuckets; bucket += 32) {
     const int tiles = counts[bucket], keys = keys_of(bucket);
     if (tiles == 0) continue;
     const int parts = parts_of(keys, longest), part = ceil_div(keys, parts) + kItemCost;
     work += tiles * parts * part;
     if (2 * part > longest + kItemCost) long_parts += tiles * parts;
-    if (parts > 1) slots += tiles * parts;
+    if (parts > 1) partials += tiles * parts;
   }
   const int heads = params.num_kv_heads;
   work = __reduce_add_sync(~0u, work);
   long_parts = __reduce_add_sync(~0u, long_parts);
-  slots = __reduce_add_sync(~0u, slots);
-  if (slots > params.max_slots) return INT_MAX;
+  partials = __reduce_add_sync(~0u, partials);
+  if (partials > params.max_partials) return INT_MAX;
   const auto even = static_cast<int>(min(int64_t{work} * heads / ctas, int64_t{INT_MAX / 2}));
-  return max(even, ceil_div(long_parts * heads, ctas) * (longest + kItemCost)) + (slots > 0 ? kMergeCost : 0);
+  return max(even, ceil_div(long_parts * heads, ctas) * (longest + kItemCost)) +
+         (partials > 0 ? kMergeCost : 0);
 }
 
 // All KV heads side by side balance best; some at a time read keys from the L2, where the call is long enough
@@ -111,9 +112,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   int tiles = team.prefix_sum(seqs, [&](int seq) { return batch.tiles_of(seq); }, first_tile).sum;
   // Lengths that lie end to end add up to what there is room for; what else may come does not get through.
   // Documents are many, with tiles that overlap, of which those that hold some of their queries count.
-  if (params.q_spans.step != kDocumentStep) tiles = min(tiles, params.max_items - params.max_slots);
+  if (params.q_spans.step != kDocumentStep) tiles = min(tiles, params.max_items - params.max_partials);
   scratch.counts[threadIdx.x] = 0;
-  if (threadIdx.x == 0) scratch.slots = scratch.split_tiles = 0;
+  if (threadIdx.x == 0) scratch.partials = scratch.split_tiles = 0;
   __syncthreads();
   const auto item_of = [&](int tile) {
     int low = 0, high = seqs;  // the last sequence that has no more tiles in front of it
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int together = heads_together(params, work, longest, tiling.ctas);
 
   bool splits = false;
-  if (params.max_slots > 0) {
+  if (params.max_partials > 0) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int cost = cost_of(params, scratch.counts, ceil_div(longest, warp + 1), tiling.ctas, lane);
     if (lane == 0) scratch.costs[warp] = cost;
@@ -167,17 +168,17 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (whole.tokens == 0) return;
     const int keys = whole.num_keys;
     const int parts = splits ? parts_of(keys, longest) : 1;
-    int slot = -1;
+    int partial = -1;
     if (parts > 1) {
-      slot = atomicAdd(&scratch.slots, parts);
-      params.split_tiles[atomicAdd(&scratch.split_tiles, 1)] = {whole.seq, whole.token, whole.tokens, slot,
+      partial = atomicAdd(&scratch.partials, parts);
+      params.split_tiles[atomicAdd(&scratch.split_tiles, 1)] = {whole.seq, whole.token, whole.tokens, partial,
                                                                 parts};
     }
     for (int part = 0; part < parts; ++part) {
       WorkItem item = whole;
       item.first_key += part * keys / parts;
       item.num_keys = (part + 1) * keys / parts - part * keys / parts;
-      item.slot = parts > 1 ? slot + part : -1;
+      item.partial = parts > 1 ? partial + part : -1;
       params.items[atomicAdd(&scratch.starts[bucket_of(item.num_keys)], 1)] = item;
     }
   });

@@ -40,7 +40,7 @@ struct TurnsOf {
 
 // Heads of up to kDim elements, values of up to kValueDim: shorter ones are filled up with zeros on their way
 // to shared memory.
-template <int kDim_, int kValueDim_, int kKeys_, int kMath_, int kQuerySlots_, int kKeyStages_,
+template <int kDim_, int kValueDim_, int kKeys_, int kMath_, int kQueryStages_, int kKeyStages_,
           int kValueStages_, Feed kFeed_ = Feed::kEngine>
 struct ShapeOf {
   static constexpr Feed kFeed = kFeed_;
@@ -49,7 +49,7 @@ struct ShapeOf {
   static constexpr int kDim = kDim_, kValueDim = kValueDim_, kKeys = kKeys_;
   static constexpr int kMath = kMath_;  // math warpgroups
   static constexpr int kRows = kMath * kFragmentRows;
-  static constexpr int kQuerySlots = kQuerySlots_, kKeyStages = kKeyStages_, kValueStages = kValueStages_;
+  static constexpr int kQueryStages = kQueryStages_, kKeyStages = kKeyStages_, kValueStages = kValueStages_;
   static constexpr int kPieces = (kDim + kPieceDims - 1) / kPieceDims;
   static constexpr int kValuePieces = (kValueDim + kPieceDims - 1) / kPieceDims;
 
@@ -71,13 +71,14 @@ struct ShapeOf {
 
   // The same for keys in short pages, and for a cache of bytes.
   using Gathered =
-      ShapeOf<kDim, kValueDim, kKeys, kMath, kQuerySlots, kKeyStages, kValueStages, Feed::kGathered>;
+      ShapeOf<kDim, kValueDim, kKeys, kMath, kQueryStages, kKeyStages, kValueStages, Feed::kGathered>;
   using Converted = ShapeOf<kDim, kValueDim,
                             kValueDim == 192             ? 64
                             : kDim == 128 || kDim == 192 ? 96
                                                          : kKeys,
-                            kMath, kQuerySlots, kDim == 64 ? kKeyStages : 2, kValueStages, Feed::kConverted>;
-  using Listed = ShapeOf<kDim, kValueDim, kKeys, kMath, kQuerySlots, kKeyStages, kValueStages, Feed::kListed>;
+                            kMath, kQueryStages, kDim == 64 ? kKeyStages : 2, kValueStages, Feed::kConverted>;
+  using Listed =
+      ShapeOf<kDim, kValueDim, kKeys, kMath, kQueryStages, kKeyStages, kValueStages, Feed::kListed>;
 };
 
 // What was tried beside these is on the kernel's page.

@@ -61,7 +61,7 @@ class Consumer {
     float rescale[kRowsPerThread];
     shape(smem_.tiles[told_]);
     softmax(rescale);
-    if constexpr (Shape::kQuerySlots > 1) {
+    if constexpr (Shape::kQueryStages > 1) {
       walk_ahead(rescale);
     } else {
       walk(rescale);
@@ -87,8 +87,8 @@ class Consumer {
       int scored = told_;
       if (leaves) {
         // All scores of the tile are there: nobody reads its queries any more.
-        release(&smem_.queries.empty[slot_][0], thread_);
-        advance(slot_, query_phases_);
+        release(&smem_.queries.empty[query_stage_][0], thread_);
+        advance(query_stage_, query_phases_);
         scored = next_told(told_);
         if (!open(scored)) break;
       }
@@ -147,8 +147,8 @@ class Consumer {
         const bool moved = softmax(rescale);
         if (moved) multiply_rows(rO_, rescale);
       }
-      release(&smem_.queries.empty[slot_][0], thread_);
-      advance(slot_, query_phases_);
+      release(&smem_.queries.empty[query_stage_][0], thread_);
+      advance(query_stage_, query_phases_);
       const int next = next_told(told_);
       prepare_values(tile);
       take_turn();
@@ -183,7 +183,7 @@ class Consumer {
     ptx::mbarrier_wait(&smem_.told.full[told][0], told_phases_.full(told));
     if (uniform(smem_.tiles[told].kv_head) < 0) return false;
     told_phases_.advance(told);
-    ptx::mbarrier_wait(&smem_.queries.full[slot_][0], query_phases_.full(slot_));
+    ptx::mbarrier_wait(&smem_.queries.full[query_stage_][0], query_phases_.full(query_stage_));
     return true;
   }
 
@@ -269,7 +269,7 @@ class Consumer {
     ptx::mbarrier_wait(&smem_.keys.full[key_stage_][0], key_phases_.full(key_stage_));
     if (kGathered) ptx::fence_async_shared();
     const uint64_t query =
-        ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.fragment_of(slot_, 0, warpgroup_), 0));
+        ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.fragment_of(query_stage_, 0, warpgroup_), 0));
     const uint64_t key = ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.sK[key_stage_], 0));
     ptx::wgmma_claim(rS_);
     ptx::wgmma_fence();
@@ -386,7 +386,7 @@ class Consumer {
       for (float& factor : ends.factor) factor *= tile.value_scale;
     }
     const int first_row = warpgroup_ * kFragmentRows;
-    if (tile.slot >= 0) {
+    if (tile.partial >= 0) {
       store_partial<Shape>(params_, tile, rO_, ends, first_row, at_);
     } else {
       store_rows<Element, kForm>(params_, tile, rO_, ends, group_, first_row, at_);
@@ -413,10 +413,10 @@ class Consumer {
   const Window window_;
 
   Phases<kToldTiles> told_phases_;
-  Phases<Shape::kQuerySlots> query_phases_;
+  Phases<Shape::kQueryStages> query_phases_;
   Phases<Shape::kKeyStages> key_phases_;
   Phases<Shape::kValueStages> value_phases_;
-  int told_ = 0, slot_ = 0, key_stage_ = 0, value_stage_ = 0;
+  int told_ = 0, query_stage_ = 0, key_stage_ = 0, value_stage_ = 0;
 
   // Of the tile that is begun: the key tile at work, the one that comes last, and those seen whole.
   int key_, last_key_, open_begin_, open_end_;

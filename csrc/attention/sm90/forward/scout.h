@@ -41,8 +41,8 @@ class Scout {
     const int num_seqs = num_seqs_now(params_);
     const Window window(params_);
     Phases<kToldTiles> told_phases;
-    Phases<Shape::kQuerySlots> query_phases;
-    int told = 0, slot = 0;
+    Phases<Shape::kQueryStages> query_phases;
+    int told = 0, stage = 0;
     for (int index = blockIdx.x;;) {
       // On its way while this tile is looked at.
       int taken = 0;
@@ -61,10 +61,10 @@ class Scout {
           ptx::allow_dependent_launch();
           return;
         }
-        ptx::mbarrier_wait(&smem_.queries.empty[slot][0], query_phases.empty(slot));
-        if (lane_ == 0) load_query(tile, slot);
-        query_phases.advance(slot);
-        slot = (slot + 1) % Shape::kQuerySlots;
+        ptx::mbarrier_wait(&smem_.queries.empty[stage][0], query_phases.empty(stage));
+        if (lane_ == 0) load_query(tile, stage);
+        query_phases.advance(stage);
+        stage = (stage + 1) % Shape::kQueryStages;
       }
       index = gridDim.x + __shfl_sync(0xffffffff, taken, 0);
     }
@@ -98,7 +98,7 @@ class Scout {
     tile.k_begin = seq.k_begin;
     tile.first_key = item.first_key;
     tile.num_keys = item.num_keys;
-    tile.slot = item.slot;
+    tile.partial = item.partial;
     tile.q_rank = seq.q_mixed ? seq.rank : -1;
     tile.k_rank = seq.k_mixed ? seq.rank : -1;
     // Scales that differ from key to key, keys and values have already.
@@ -129,7 +129,7 @@ class Scout {
     tile.seq = item.seq;
     tile.k_begin = seq.k_begin;
     tile.first_key = tile.num_keys = tile.seen_begin = tile.in_pages = 0;
-    tile.slot = tile.q_rank = tile.k_rank = -1;
+    tile.partial = tile.q_rank = tile.k_rank = -1;
     tile.scale = __ldg(params_.scale);
     tile.value_scale = 1.0f;
     if (seq.k_len > 0 && tile.place >= 0) {
@@ -150,11 +150,11 @@ class Scout {
     return {low.x, low.y, low.z, low.w, high.x, high.y, high.z};
   }
 
-  __device__ void load_query(const Tile& tile, int slot) const {
-    uint64_t* full = &smem_.queries.full[slot][0];
+  __device__ void load_query(const Tile& tile, int stage) const {
+    uint64_t* full = &smem_.queries.full[stage][0];
     ptx::mbarrier_arrive_expect_bytes(full, boxes_.query_bytes);
     for (int piece = 0; piece < Shape::kPieces; ++piece) {
-      ptx::tma_load_4d(smem_.sQ[slot][piece], &maps_.query, full, piece * kPieceDims,
+      ptx::tma_load_4d(smem_.sQ[stage][piece], &maps_.query, full, piece * kPieceDims,
                        tile.kv_head * params_.group, tile.token, tile.batch);
     }
   }

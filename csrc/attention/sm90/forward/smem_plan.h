@@ -36,7 +36,7 @@ struct Tile {
   float value_scale;  // of its results
   // Of the sequence's keys [seen_begin, seen_end) are seen by some query; others may hold NaN.
   int seen_begin, seen_end;
-  int slot;  // of the partial result; negative: the result is final
+  int partial;  // the number of the partial result; negative: the result is final
   // Where not all queries (keys) between its first and last are the document's: the rank of those that are;
   // else negative.
   int q_rank, k_rank;
@@ -69,13 +69,13 @@ struct alignas(1024) SmemPlan {
   using QueryPiece = SwizzledPiece<Shape::kRows>;
   using KeyPiece = SwizzledPiece<Shape::kKeys>;
 
-  QueryPiece sQ[Shape::kQuerySlots][Shape::kPieces];
+  QueryPiece sQ[Shape::kQueryStages][Shape::kPieces];
   KeyPiece sK[Shape::kKeyStages][Shape::kPieces];
   KeyPiece sV[Shape::kValueStages][Shape::kValuePieces];
 
   // A math warpgroup's rows of the queries.
-  __device__ auto& fragment_of(int slot, int piece, int warpgroup) {
-    return reinterpret_cast<SwizzledPiece<kFragmentRows>&>(sQ[slot][piece][warpgroup * kFragmentRows]);
+  __device__ auto& fragment_of(int stage, int piece, int warpgroup) {
+    return reinterpret_cast<SwizzledPiece<kFragmentRows>&>(sQ[stage][piece][warpgroup * kFragmentRows]);
   }
 
   TileScales<Shape, Shape::kFeed> scales;
@@ -83,7 +83,7 @@ struct alignas(1024) SmemPlan {
   using Told = std::conditional_t<Shape::kListed, ListedTile, Tile>;
   Told tiles[kToldTiles];
   Ring<kToldTiles, 1, 1> told;
-  Ring<Shape::kQuerySlots, 1, 1> queries;
+  Ring<Shape::kQueryStages, 1, 1> queries;
   Ring<Shape::kKeyStages, 1, 1> keys;
   Ring<Shape::kValueStages, 1, 1> values;
 };

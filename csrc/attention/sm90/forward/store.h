@@ -18,7 +18,7 @@ template <typename Shape, int kCount>
 __device__ __forceinline__ void store_partial(const ForwardParams& params, const Tile& tile,
                                               const float (&rO)[kCount], const RowEnds& ends, int first_row,
                                               const FragmentPosition& at) {
-  const int64_t tile_row = (int64_t{tile.slot} * params.num_kv_heads + tile.kv_head) * Shape::kRows;
+  const int64_t tile_row = (int64_t{tile.partial} * params.num_kv_heads + tile.kv_head) * Shape::kRows;
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
     const int64_t row = tile_row + first_row + at.row(i);
