@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -110,15 +110,6 @@ class Writer:
         value = Value(self.fresh(), shape, dtype, is_pointer)
         self.line(f"{value.name} = {operation}")
         return value
-
-    def results(self, operation: str, like: Sequence[Value]) -> list[Value]:
-        """As `define`, for an operation with several results, of the types of `like`."""
-        if not like:
-            self.line(operation)
-            return []
-        name = self.fresh()
-        self.line(f"{name}:{len(like)} = {operation}")
-        return [Value(f"{name}#{i}", one.shape, one.dtype) for i, one in enumerate(like)]
 
     def constant(self, number: Any, dtype: Any, shape: Shape = ()) -> Value:
         spelled = _spell(number, dtype)
