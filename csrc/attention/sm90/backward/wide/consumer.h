@@ -235,7 +235,6 @@ class Consumer {
     const int first = tile().first + warpgroup_ * kFragmentRows;
     if constexpr (Pass::kHoldsQueries) {
       take_back(rD, first);
-      if constexpr (Pass::kOfLayout) spoil(rD);
       store_to(params_.d_query, params_.query_strides, tile().query + first, params_.head_dim, rD,
                params_.scale);
     } else if constexpr (Pass::kDifferentiates) {
@@ -274,19 +273,6 @@ class Consumer {
       if (excess[i] == 0.0f) continue;
       rD[r] = fmaf(-excess[i], mean.x, rD[r]);
       rD[r + 1] = fmaf(-excess[i], mean.y, rD[r + 1]);
-    }
-  }
-
-  // Of rows that cannot be right, whose log-sum-exp is NaN: what they list may be in none of their steps.
-  __device__ __forceinline__ void spoil(float (&rD)[accumulators(Pass::kOut)]) const {
-#pragma unroll
-    for (int i = 0; i < kRowsPerThread; ++i) {
-      const float rest = smem_.rows[0].rest[warpgroup_ * kFragmentRows + at_.row(i)];
-      if (rest == rest) continue;
-#pragma unroll
-      for (int r = 0; r < accumulators(Pass::kOut); ++r) {
-        if (FragmentPosition::row_of(r) == i) rD[r] = rest;
-      }
     }
   }
 

@@ -48,7 +48,8 @@ class LayoutSteps {
     }
     return tiles;
   }
-  // Whether a token's gradient is NaN, of a tile without steps.
+  // Whether a token's gradient is NaN, of a tile without steps. With some, each query sees a key of them, and
+  // its log-sum-exp makes its gradient NaN.
   static __device__ __forceinline__ bool is_nan(const BackwardParams& params, const Tile& tile, int token) {
     if constexpr (Pass::kHoldsQueries) {
       const int64_t row = int64_t{tile.batch} * params.num_heads + tile.head;
