@@ -14,7 +14,12 @@ from pallas_attn._call.dispatch import available_implementations, record_impleme
 from pallas_attn._call.ffi import register as register_ffi_targets
 from pallas_attn._tile.masking import LocalStride
 from pallas_attn.mods import BlockMask, and_masks, block_mask, not_mask, or_masks
-from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, SparseLayout, blocksparse_attention
+from pallas_attn.ops.blocksparse_attention import (
+    BlockSparseConfig,
+    BlockSparseCudaConfig,
+    SparseLayout,
+    blocksparse_attention,
+)
 from pallas_attn.ops.flash_attention import (
     FlashAttentionConfig,
     FlashAttentionCudaConfig,
@@ -54,6 +59,7 @@ from pallas_attn.ops.sparse_mla import SparseMLAConfig, sparse_mla_decode, spars
 __all__ = [
     "BlockMask",
     "BlockSparseConfig",
+    "BlockSparseCudaConfig",
     "FlashAttentionConfig",
     "FlashAttentionCudaConfig",
     "FlashAttentionTiles",

@@ -1,8 +1,8 @@
 // Attention's backward kernels on a few small batches, without XLA: what the sanitizers run (make sanitize).
 //
 // The batches reach one pass and three, sums in one order and in any, a KV head's heads, windows, soft caps,
-// tiles that are partial, queries and keys that meet nothing, and documents side by side and mixed. Results
-// are compared with double precision.
+// tiles that are partial, queries and keys that meet nothing, documents side by side and mixed, and a layout.
+// Results are compared with double precision.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -27,7 +27,28 @@ struct Case {
   bool ordered = true;
   bool documents = false;  // two; mixed: their tokens by turns
   bool mixed = false;
+  bool layout = false;  // blocks of 128, of which odd rows leave out the first; causal
 };
+
+// A compressed sparse row matrix.
+struct Listed {
+  std::vector<int> pointers = {0}, blocks;
+
+  template <typename Lists>
+  Listed(int rows, int columns, Lists lists) {
+    for (int row = 0; row < rows; ++row) {
+      for (int column = 0; column < columns; ++column) {
+        if (lists(row, column)) blocks.push_back(column);
+      }
+      pointers.push_back(static_cast<int>(blocks.size()));
+    }
+  }
+  SparseRows on() const {
+    const int rows = static_cast<int>(pointers.size()) - 1;
+    return {on_device(pointers), on_device(blocks), 1, rows, static_cast<int>(blocks.size())};
+  }
+};
+bool lists(int row, int column) { return column <= row && (column > 0 || row % 2 == 0); }
 
 // Tokens [token, head, dim], as elements and as numbers.
 template <typename Element>
@@ -61,6 +82,7 @@ bool run(const Case& c, ElementType type, float limit) {
   const auto document = [&](int token, int tokens) { return c.mixed ? token % 2 : token >= tokens / 3; };
   const auto sees = [&](int q, int k) {
     const int place = q + c.offset;
+    if (c.layout) return k <= place && lists(place / 128, k / 128);
     if (c.documents && document(q, c.q_len) != document(k, c.kv_len)) return false;
     return (c.left < 0 || k >= place - c.left) && (c.right < 0 || k <= place + c.right);
   };
@@ -133,13 +155,21 @@ bool run(const Case& c, ElementType type, float limit) {
     params.q_ranks = on_device(ranks(c.q_len)), params.k_ranks = on_device(ranks(c.kv_len));
     params.seqs_per_batch = 2;
   }
+  if (c.layout) {
+    const int blocks = ceil_div(c.kv_len, 128);
+    params.rows_of_queries = Listed(blocks, blocks, lists).on();
+    params.rows_of_keys = Listed(blocks, blocks, [](int key, int query) { return lists(query, key); }).on();
+    params.q_shift = params.k_shift = 7;
+    params.q_spans = {on_device(std::vector<int>{0, c.q_len, 1}), kDocumentStep};
+    params.k_spans = {on_device(std::vector<int>{0, c.kv_len, 1}), kDocumentStep};
+  }
   params.maximum = on_device(maximum), params.rest = on_device(rest), params.delta = on_device(delta);
   params.total = on_device(std::vector<float>(delta.size(), 0.0f));
   auto* const to_query = unwritten<Element>(d_query.size());
   auto* const to_key = unwritten<Element>(d_key.size());
   auto* const to_value = unwritten<Element>(d_value.size());
   params.d_query = to_query, params.d_key = to_key, params.d_value = to_value;
-  const auto needs = sm90::backward::needs_of(c.dim, c.value_dim, false);
+  const auto needs = sm90::backward::needs_of(c.dim, c.value_dim, c.layout);
   params.counters = unwritten<BackwardCounters>(kMostPasses);
   params.key_tiles = unwritten<ListedTile>(c.kv_len);
   params.query_tiles = unwritten<ListedTile>(c.q_len);
@@ -186,6 +216,8 @@ int main() {
       {"wide", 200, 300, 2, 1, 256, 256, -1, 0, 100},
       {"wide keys", 200, 140, 2, 2, 192, 128, 5, 9, -40},
       {"wide documents", 200, 200, 1, 1, 256, 256, -1, 0, 0, 0, true, true},
+      {"layout", 230, 300, 2, 1, 64, 64, -1, 0, 70, 0, true, false, false, true},
+      {"wide layout", 200, 200, 2, 2, 128, 128, -1, 0, 0, 0, true, false, false, true},
   };
   bool right = true;
   for (const Case& c : cases) {

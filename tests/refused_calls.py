@@ -317,6 +317,9 @@ def calls() -> dict[str, Call]:
         "FlashAttentionCudaConfig": Call(
             pallas_attn.FlashAttentionCudaConfig, dict(backward="cuda"), dict(backward=NAME.or_none())
         ),
+        "BlockSparseCudaConfig": Call(
+            pallas_attn.BlockSparseCudaConfig, dict(backward="cuda"), dict(backward=NAME.or_none())
+        ),
         "LocalStride": Call(
             pallas_attn.LocalStride,
             dict(block_size=16, local_blocks=1, vert_stride=1),

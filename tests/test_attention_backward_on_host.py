@@ -159,20 +159,26 @@ def lists_of(case: Case, most: int = 64):
     return (*made.shape[:2], *case.blocks, blocks.bits.shape[0]), arrays
 
 
-def run(program: Path, case: Case, arrays, rows, lists=None) -> list[np.ndarray]:
+def run(program: Path, case: Case, arrays, rows, lists=None, layout=None) -> list[np.ndarray]:
+    """`layout`: (tables of queries and of keys, its sizes, its arrays)."""
     query, key, value, _ = arrays
     sides = segments.sides(*(jnp.asarray(x, jnp.int32) for x in ids(case))) if case.documents else ()
+    tables, ranks = [side.table for side in sides], [side.rank for side in sides]
     list_sizes, listed = lists or lists_of(case)
+    layout_sizes = (0, 0, 0, 0)
+    if layout is not None:
+        tables, layout_sizes, listed = layout
+        list_sizes = (0, 0, *case.blocks, 0)
     call = struct.pack(
-        "21i2f",
+        "25i2f",
         *(case.dtype == "float16", case.batch, case.q_len, case.kv_len, case.heads, case.kv_heads),
         *(query.shape[-1], value.shape[-1], case.heads_first, case.left, case.right, case.offset),
-        *(case.together, case.ctas, sides[0].table.shape[1] if sides else 0),
-        *(case.ordered, *list_sizes, case.scale, case.softcap),
+        *(case.together, case.ctas, tables[0].shape[1] if tables else 0),
+        *(case.ordered, *list_sizes, *layout_sizes, case.scale, case.softcap),
     )
     place = (lambda a: a.swapaxes(1, 2)) if case.heads_first else (lambda a: a)
     given = [np.ascontiguousarray(place(a)) for a in arrays] + [np.float32(r) for r in rows]
-    given += [side.table for side in sides] + [side.rank for side in sides] + listed
+    given += [*tables, *ranks, *listed]
     done = subprocess.run(
         [program],
         input=call + b"".join(np.asarray(a).tobytes() for a in given),

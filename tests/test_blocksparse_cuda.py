@@ -15,7 +15,7 @@ from support import as_if_cuda
 import pallas_attn
 from pallas_attn._call import dispatch
 from pallas_attn._tile import triton
-from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, builders, cuda
+from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, BlockSparseCudaConfig, builders, cuda
 from pallas_attn.testing import compare
 from pallas_attn.testing.blocksparse import PHI3_SMALL, BlockSparseCase, layout_of, make
 
@@ -189,6 +189,66 @@ def test_gradients_are_those_of_the_tiled_kernels(by_lists):
 
 
 @gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        dataclasses.replace(CASES[1], head_dim=64),
+        *CASES[3:6],
+        dataclasses.replace(CASES[4], head_dim=96, softcap=3.0),
+        dataclasses.replace(OF_LISTS[3], pattern=0.6),
+    ],
+    ids=lambda case: case.id,
+)
+def test_gradients_of_its_own_are_those_of_the_tiled_kernels(case, monkeypatch):
+    monkeypatch.setattr(cuda, "BY_LISTS", True)
+    data, layout = make(case), layout_of(case)
+    data.value[np.abs(data.value.astype(np.float32)) > 100] = np.nan  # which no query sees
+    lengths, d_out = data.lengths(), np.random.default_rng(1).standard_normal(data.query.shape)
+
+    def gradients(backward):
+        def both(floats, layout):
+            attend = functools.partial(
+                pallas_attn.blocksparse_attention, **lengths, softcap=case.softcap, implementation="cuda",
+                config=BlockSparseCudaConfig(backward=backward),
+            )  # fmt: skip
+            out, vjp = jax.vjp(lambda floats: attend(*floats, layout), floats)
+            return vjp(jnp.asarray(d_out, out.dtype))[0]
+
+        return [np.float64(x) for x in arrays(jax.jit(both)(data.arguments(), layout))]
+
+    ours = gradients("cuda")
+    for found, theirs, again in zip(ours, gradients("tiled"), gradients("cuda"), strict=True):
+        np.testing.assert_array_equal(found, again)
+        assert np.linalg.norm(found - theirs) < 5e-3 * np.linalg.norm(theirs)
+        assert np.abs(theirs).max() > 0.1
+
+
+@gpu
+def test_gradients_of_rows_that_cannot_be_right_are_nan_where_those_of_the_tiled_kernels_are():
+    case = dataclasses.replace(LARGE, lens=((1024, 1024),), pattern=1.0, q_block_size=128, block_size=128)
+    data, layout = make(case), layout_of(case)
+    pointers, columns = layout.row_pointers.copy(), layout.columns.copy()
+    columns[1, pointers[1, 2]] = 2**30
+    pointers[2, 3] = -4
+    wrong = dataclasses.replace(layout, row_pointers=pointers, columns=columns)
+
+    def gradients(backward):
+        def loss(floats, layout):
+            config = BlockSparseCudaConfig(backward=backward)
+            out = pallas_attn.blocksparse_attention(
+                *floats, layout, **data.lengths(), implementation="cuda", config=config
+            )
+            return jnp.sum(out.astype(jnp.float32))
+
+        return [np.array(x, np.float32) for x in jax.jit(jax.grad(loss))(data.arguments(), wrong)]
+
+    for found, theirs in zip(gradients("cuda"), gradients("tiled"), strict=True):
+        np.testing.assert_array_equal(np.isnan(found), np.isnan(theirs))
+        assert np.isnan(found).any()
+        assert not np.isnan(found).all()
+
+
+@gpu
 def test_it_is_chosen_where_it_can_serve():
     def chosen(case, **options):
         data = make(case)
@@ -236,3 +296,39 @@ def test_what_lists_serve(monkeypatch, sizes, options, reason):
     text = lower_for_gpu(attend, *arrays).as_text()
     [line] = [line for line in text.splitlines() if "@pallas_attn_attention_lists_sm90(" in line]
     assert f"block_q = {q_block_size}" in line
+
+
+def lowered_gradients(size=128, q_size=128, **options):
+    layout = builders.dense_causal(512, block_size=size, q_block_size=q_size)
+    ends = jnp.array([0, 300, 512], jnp.int32)
+
+    def loss(query, key, value):
+        out = pallas_attn.blocksparse_attention(query, key, value, layout, cu_k_lens=ends, **options)
+        return out.astype(jnp.float32).sum()
+
+    shapes = [jax.ShapeDtypeStruct((512, heads, 128), jnp.bfloat16) for heads in (4, 2, 2)]
+    return lower_for_gpu(jax.grad(loss, (0, 1, 2)), *shapes).as_text()
+
+
+@pytest.mark.parametrize("backward", [None, "tiled", "cuda"])
+def test_gradients_are_whose_the_config_says(monkeypatch, backward):
+    as_if_cuda(monkeypatch)
+    text = lowered_gradients(implementation="cuda", config=BlockSparseCudaConfig(backward=backward))
+    assert ("@pallas_attn_attention_backward_sm90(" in text) == (backward == "cuda")
+    assert ("pallas_attn_blocksparse_dq" in text) == (backward != "cuda")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 64, "q_size": 64, "implementation": "cuda"},
+         "backward 'tiled' or None, got 'cuda', which takes blocks of at least 128 queries and 128 keys, got 64 and"),
+        ({"implementation": "pallas"}, "takes no BlockSparseCudaConfig"),
+    ],
+    ids=["blocks of 64", "pallas"],
+)  # fmt: skip
+def test_a_config_that_cannot_be_heard_is_refused(monkeypatch, options, message):
+    as_if_cuda(monkeypatch)
+    monkeypatch.setattr(cuda, "BY_LISTS", True)
+    with pytest.raises(ValueError, match=message):
+        lowered_gradients(**options, config=BlockSparseCudaConfig(backward="cuda"))

@@ -208,9 +208,9 @@ def test_what_cuda_cannot_serve_others_do(changes):
 
 
 @pytest.mark.usefixtures("with_library")
-def test_cuda_takes_neither_a_config_nor_decoding_and_leaves_short_prompts():
+def test_cuda_takes_neither_tiles_nor_decoding_and_leaves_short_prompts():
     config = pallas_attn.BlockSparseConfig()
-    with pytest.raises(ValueError, match="'cuda' cannot serve this call: takes no config"):
+    with pytest.raises(ValueError, match="'cuda' cannot serve this call: takes a BlockSparseCudaConfig"):
         lowered(CASES[0], 4096, 32, implementation="cuda", config=config)
     assert PREFILL not in lowered(CASES[0], 4096, 32, config=config).as_text()
     struct = jax.ShapeDtypeStruct

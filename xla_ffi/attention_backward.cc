@@ -44,20 +44,41 @@ attention::BlockLists lists_of(ArgumentChecker& check, const char* name, const H
   return lists;
 }
 
+// A layout's rows, of a side in blocks of `block`.
+attention::SparseRows rows_of(ArgumentChecker& check, const char* name, const Heads& queries, int64_t block,
+                              ffi::AnyBuffer pointers, ffi::AnyBuffer blocks) {
+  attention::SparseRows rows = {};
+  check.array(name, pointers, {-1, -1}, {DataType::S32});
+  if (!check.ok()) return rows;
+  const auto sizes = pointers.dimensions();
+  check.array(name, blocks, {sizes[0], -1}, {DataType::S32});
+  if (!check.ok()) return rows;
+  check.require(sizes[0] == 1 || sizes[0] == queries.heads, name,
+                "1 head or " + std::to_string(queries.heads), std::to_string(sizes[0]));
+  check.between(name, " rows", 1, kMaxInt / block, sizes[1] - 1);
+  check.between(name, " entries", 1, kMaxInt, blocks.dimensions()[1]);
+  rows.pointers = pointers.typed_data<int32_t>();
+  rows.blocks = blocks.typed_data<int32_t>();
+  rows.heads = static_cast<int>(sizes[0]), rows.rows = static_cast<int>(sizes[1]) - 1;
+  rows.pitch = static_cast<int>(blocks.dimensions()[1]);
+  return rows;
+}
+
 ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffer query, ffi::AnyBuffer key,
                               ffi::AnyBuffer value, ffi::AnyBuffer d_out, ffi::AnyBuffer maximum,
                               ffi::AnyBuffer rest, ffi::AnyBuffer delta, ffi::AnyBuffer total,
                               ffi::AnyBuffer q_bounds, ffi::AnyBuffer k_bounds, ffi::AnyBuffer q_ranks,
                               ffi::AnyBuffer k_ranks, ffi::AnyBuffer num_seqs, ffi::AnyBuffer key_blocks,
                               ffi::AnyBuffer key_counts, ffi::AnyBuffer query_blocks,
-                              ffi::AnyBuffer query_counts, ffi::AnyBuffer bits,
-                              ffi::Result<ffi::AnyBuffer> d_query, ffi::Result<ffi::AnyBuffer> d_key,
-                              ffi::Result<ffi::AnyBuffer> d_value, ffi::Result<ffi::AnyBuffer> counters,
-                              ffi::Result<ffi::AnyBuffer> key_tiles, ffi::Result<ffi::AnyBuffer> query_tiles,
-                              ffi::Result<ffi::AnyBuffer> turns, ffi::Result<ffi::AnyBuffer> sums,
-                              bool heads_first, bool ordered, int64_t left, int64_t right, int64_t offset,
-                              int64_t heads_together, int64_t block_q, int64_t block_kv, float scale,
-                              float softcap) {
+                              ffi::AnyBuffer query_counts, ffi::AnyBuffer bits, ffi::AnyBuffer key_pointers,
+                              ffi::AnyBuffer blocks_of_keys, ffi::AnyBuffer query_pointers,
+                              ffi::AnyBuffer blocks_of_queries, ffi::Result<ffi::AnyBuffer> d_query,
+                              ffi::Result<ffi::AnyBuffer> d_key, ffi::Result<ffi::AnyBuffer> d_value,
+                              ffi::Result<ffi::AnyBuffer> counters, ffi::Result<ffi::AnyBuffer> key_tiles,
+                              ffi::Result<ffi::AnyBuffer> query_tiles, ffi::Result<ffi::AnyBuffer> turns,
+                              ffi::Result<ffi::AnyBuffer> sums, bool heads_first, bool ordered, int64_t left,
+                              int64_t right, int64_t offset, int64_t heads_together, int64_t block_q,
+                              int64_t block_kv, float scale, float softcap) {
   ArgumentChecker check(kName);
   check.array("query", query, {-1, -1, -1, -1}, {DataType::BF16, DataType::F16});
   if (!check.ok()) return check.error();
@@ -91,9 +112,9 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
     check.require(dim > 0 && dim % 8 == 0, name, "heads of a multiple of 8 elements", std::to_string(dim));
   }
   if (!check.ok()) return check.error();
-  const bool listed = bits.element_count() > 0;
+  const bool listed = bits.element_count() > 0, of_layout = key_pointers.element_count() > 0;
   const auto needs = attention::sm90::backward::needs_of(static_cast<int>(queries.dim),
-                                                         static_cast<int>(values.dim), listed);
+                                                         static_cast<int>(values.dim), listed || of_layout);
   check.require(needs.passes > 0, "query", "heads of a size there is a kernel for",
                 std::to_string(queries.dim));
   if (!check.ok()) return check.error();
@@ -104,9 +125,10 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
   const int64_t seqs = documents ? q_bounds.dimensions()[1] : 1;
   check.array("k_bounds", k_bounds, documents ? std::vector<int64_t>{queries.batch, seqs, 3} : none,
               {DataType::S32});
-  check.array("q_ranks", q_ranks, documents ? std::vector<int64_t>{queries.batch, queries.tokens} : none,
+  const bool ranked = documents && !of_layout;
+  check.array("q_ranks", q_ranks, ranked ? std::vector<int64_t>{queries.batch, queries.tokens} : none,
               {DataType::S32});
-  check.array("k_ranks", k_ranks, documents ? std::vector<int64_t>{queries.batch, keys.tokens} : none,
+  check.array("k_ranks", k_ranks, ranked ? std::vector<int64_t>{queries.batch, keys.tokens} : none,
               {DataType::S32});
   check.array("num_seqs", num_seqs, {num_seqs.element_count() == 0 ? 0 : 1}, {DataType::S32});
   // Where there are documents, a tile may have a single token of its own.
@@ -122,14 +144,31 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
               {DataType::F32});
   if (!check.ok()) return check.error();
   attention::BlockLists of_keys = {}, of_queries = {};
-  if (listed) {
-    check.require(!documents && left < 0 && right < 0, "bits", "neither documents nor bounds beside them",
-                  "some");
+  attention::SparseRows rows_of_keys = {}, rows_of_queries = {};
+  if (listed || of_layout) {
     for (const auto& [name, size] : {std::pair{"block_q", block_q}, {"block_kv", block_kv}}) {
       check.between(name, "", kLeastBlock, kMostBlock, size);
       check.require((size & (size - 1)) == 0, name, "a power of two", std::to_string(size));
     }
     if (!check.ok()) return check.error();
+  }
+  if (of_layout) {
+    check.require(documents && !listed && left < 0 && right == 0 && offset == 0, "key_pointers",
+                  "documents, no bits, and what is causal", "others");
+    rows_of_keys = rows_of(check, "key_pointers", queries, block_kv, key_pointers, blocks_of_keys);
+    rows_of_queries = rows_of(check, "query_pointers", queries, block_q, query_pointers, blocks_of_queries);
+  } else {
+    for (const auto& [name, array] : {std::pair{"key_pointers", key_pointers},
+                                      {"blocks_of_keys", blocks_of_keys},
+                                      {"query_pointers", query_pointers},
+                                      {"blocks_of_queries", blocks_of_queries}}) {
+      check.array(name, array, none, {DataType::S32});
+    }
+  }
+  if (!check.ok()) return check.error();
+  if (listed) {
+    check.require(!documents && left < 0 && right < 0, "bits", "neither documents nor bounds beside them",
+                  "some");
     of_keys = lists_of(check, "key_blocks", queries, keys.tokens, block_kv, key_blocks, key_counts);
     of_queries =
         lists_of(check, "query_blocks", queries, queries.tokens, block_q, query_blocks, query_counts);
@@ -172,9 +211,12 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
   params.k_ranks = optional<int>(k_ranks);
   params.num_seqs_now = optional<int>(num_seqs);
   params.of_keys = of_keys, params.of_queries = of_queries;
+  params.rows_of_keys = rows_of_keys, params.rows_of_queries = rows_of_queries;
   if (listed) {
     params.bits = static_cast<const uint32_t*>(bits.untyped_data());
     params.max_bits = static_cast<int>(bits.dimensions()[0]);
+  }
+  if (listed || of_layout) {
     params.q_shift = highest_bit(static_cast<uint32_t>(block_q));
     params.k_shift = highest_bit(static_cast<uint32_t>(block_kv));
   }
@@ -229,6 +271,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_backward_sm90, pallas_attn::
                                   .Arg<xla::ffi::AnyBuffer>()  // query_blocks
                                   .Arg<xla::ffi::AnyBuffer>()  // query_counts
                                   .Arg<xla::ffi::AnyBuffer>()  // bits
+                                  .Arg<xla::ffi::AnyBuffer>()  // key_pointers
+                                  .Arg<xla::ffi::AnyBuffer>()  // blocks_of_keys
+                                  .Arg<xla::ffi::AnyBuffer>()  // query_pointers
+                                  .Arg<xla::ffi::AnyBuffer>()  // blocks_of_queries
                                   .Ret<xla::ffi::AnyBuffer>()  // d_query
                                   .Ret<xla::ffi::AnyBuffer>()  // d_key
                                   .Ret<xla::ffi::AnyBuffer>()  // d_value

@@ -29,6 +29,14 @@ struct BlockLists {
   int batch, heads, rows, pitch;
 };
 
+// The same of a layout, over where tokens stand in their sequences: a compressed sparse row matrix whose rows
+// ascend.
+struct SparseRows {
+  const int* pointers;  // [num_heads or 1, rows + 1]; null: no layout
+  const int* blocks;    // [num_heads or 1, pitch]
+  int heads, rows, pitch;
+};
+
 // What the kernels in a row tell each other.
 struct BackwardCounters {
   int taken;  // tiles that CTAs have asked for
@@ -52,7 +60,10 @@ struct BackwardParams {
   BlockLists of_keys, of_queries;
   const uint32_t* bits;  // [max_bits, queries / 64, keys / 64, 128 threads], as they hold 64 x 64 scores
   int max_bits;
-  int q_shift, k_shift;  // log2 of a block's queries and keys, at least 7
+  // A layout, beside documents whose last query stands at their last key: causal besides. A head of keys
+  // whose row pointers begin below 0 has gradients of NaN, and so have queries whose log-sum-exp is.
+  SparseRows rows_of_keys, rows_of_queries;
+  int q_shift, k_shift;  // log2 of a block's queries and keys, of either, at least 7
 
   // A number a query, [batch, num_heads, q_len]. The log-sum-exp in two parts, both finite: a maximum of what
   // is scaled, and the rest in base 2; what is taken off the gradients of weights; and the sum over keys of

@@ -39,6 +39,21 @@ class Blocks:
     block_kv: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A layout's blocks, of BLOCK_KV tokens and more, over where tokens stand in their sequences; causal besides.
+
+    of_keys, of_queries: for each block of one side those of the other, ascending, as compressed sparse rows: pointers
+        [heads or 1, rows + 1] and blocks [heads or 1, entries]. Pointers of keys that begin below 0 make a head's
+        gradients NaN.
+    """
+
+    of_keys: tuple[jax.Array, jax.Array]
+    of_queries: tuple[jax.Array, jax.Array]
+    block_q: int
+    block_kv: int
+
+
 def blocks_of(of_queries, of_keys, first_bits: jax.Array, bits: jax.Array, block: tuple[int, int]) -> Blocks:
     """From lists, (order [batch or 1, heads or 1, rows, columns], ends [..., 2]), which name whole blocks first. Bits
     are in the order of queries' lists, those of a row from its `first_bits` on."""
@@ -72,7 +87,7 @@ def backward(
     softcap: float | None = None,
     heads_first: bool = False,
     ordered: bool = True,
-    blocks: Blocks | None = None,
+    blocks: Blocks | Layout | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value.
 
@@ -84,7 +99,8 @@ def backward(
         ordered: gradients of queries are added up in one order, so that the same inputs give the same bits. Without,
             they are in the order in which tiles happen to finish: the last bits vary from run to run. Heads that take
             three passes add nothing in memory: their bits are the same either way.
-        blocks: a mask, in place of documents and bounds. All heads then take three passes.
+        blocks: a mask, in place of documents and bounds; or a layout, beside tables of documents (without ranks), whose
+            last queries are at their last keys, and with `right` 0. All heads then take three passes.
 
     vmap calls it once for each entry of the batch, sequentially.
     """
@@ -133,7 +149,12 @@ def backward(
         or_nothing(sequences.q_ranks),
         or_nothing(sequences.k_ranks),
         or_nothing(sequences.num_seqs),
-        *((*blocks.of_keys, *blocks.of_queries, blocks.bits) if blocks else [nothing] * 5),
+        *(
+            (*blocks.of_keys, *blocks.of_queries, blocks.bits)
+            if isinstance(blocks, Blocks)
+            else [nothing] * 5
+        ),
+        *((*blocks.of_keys, *blocks.of_queries) if isinstance(blocks, Layout) else [nothing] * 4),
         heads_first=heads_first,
         ordered=ordered,
         left=bound(left),

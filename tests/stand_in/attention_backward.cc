@@ -28,6 +28,8 @@ struct Call {
   int ordered;
   // A mask: of its lists, and how many pairs of blocks have bits; 0: none.
   int list_batch, list_heads, block_q, block_kv, max_bits;
+  // A layout: of its rows, and blocks of keys; 0: none. Documents have no ranks beside it.
+  int layout_heads, layout_rows, layout_columns, layout_pitch;
   float scale, cap;
 };
 
@@ -102,6 +104,17 @@ struct ReadLists {
   static size_t lists_of(const Call& call) { return size_t{1} * call.list_batch * call.list_heads; }
 };
 
+struct ReadRows {
+  Array<int> pointers, blocks;
+  SparseRows rows;
+
+  ReadRows(const Call& call, int count)
+      : pointers(Array<int>(size_t{1} * call.layout_heads * (count + 1)).read()),
+        blocks(Array<int>(size_t{1} * call.layout_heads * call.layout_pitch).read()) {
+    rows = {pointers.data(), blocks.data(), call.layout_heads, count, call.layout_pitch};
+  }
+};
+
 }  // namespace
 
 int main() {
@@ -127,8 +140,9 @@ int main() {
   const size_t table = size_t{1} * call.batch * call.documents * kDocumentStep;
   auto q_table = Array<int>(table).read();
   auto k_table = Array<int>(table).read();
-  auto q_ranks = Array<int>(table == 0 ? 0 : call.batch * call.q_len).read();
-  auto k_ranks = Array<int>(table == 0 ? 0 : call.batch * call.kv_len).read();
+  const bool of_layout = call.layout_heads > 0, ranked = table > 0 && !of_layout;
+  auto q_ranks = Array<int>(ranked ? call.batch * call.q_len : 0).read();
+  auto k_ranks = Array<int>(ranked ? call.batch * call.kv_len : 0).read();
   const bool listed = call.max_bits > 0;
   const int rows = listed ? ceil_div(call.q_len, call.block_q) : 0;
   const int columns = listed ? ceil_div(call.kv_len, call.block_kv) : 0;
@@ -138,6 +152,10 @@ int main() {
   if (listed) {
     params.of_keys = of_keys.lists, params.of_queries = of_queries.lists;
     params.bits = bits.data(), params.max_bits = call.max_bits;
+  }
+  ReadRows rows_of_keys(call, call.layout_columns), rows_of_queries(call, call.layout_rows);
+  if (of_layout) params.rows_of_keys = rows_of_keys.rows, params.rows_of_queries = rows_of_queries.rows;
+  if (listed || of_layout) {
     params.q_shift = highest_bit(call.block_q), params.k_shift = highest_bit(call.block_kv);
   }
   Array<uint16_t> d_query(queries * call.head_dim), d_key(keys * call.head_dim),
@@ -174,10 +192,13 @@ int main() {
     }
     return 0;
   };
+  using namespace attention::sm90::backward;
   if (listed) {
-    attention::sm90::backward::with_listed_shape(call.head_dim, call.value_dim, 0, launch);
+    with_listed_shape<wide::Meets::kListed>(call.head_dim, call.value_dim, 0, launch);
+  } else if (of_layout) {
+    with_listed_shape<wide::Meets::kRows>(call.head_dim, call.value_dim, 0, launch);
   } else {
-    attention::sm90::backward::with_shape(call.head_dim, call.value_dim, 0, launch);
+    with_shape(call.head_dim, call.value_dim, 0, launch);
   }
   d_query.write();
   d_key.write();

@@ -21,33 +21,36 @@ __device__ __forceinline__ int farthest_before(const int* pointers, int row, int
 
 // A row's columns, of which it has none if they cannot be right.
 struct Row {
-  const int* columns;
+  const int* blocks;
+  int64_t first = 0;  // among the blocks: nvcc 13.0 loses what is added to a pointer between early returns
   int count = 0;
   bool bad;
 
-  __device__ Row(const KeyLists& lists, int head, int row, int lane) : columns(lists.blocks) {
+  __device__ Row(const KeyLists& lists, int head, int row, int lane) : blocks(lists.blocks) {
     bad = row >= lists.rows;
     if (bad) return;
     const int* pointers = lists.row_pointers + int64_t{head} * (lists.rows + 1);
     const int begin = __ldg(pointers + row), end = __ldg(pointers + row + 1);
     bad = begin < farthest_before(pointers, row, lane) || end < begin || end > lists.pitch;
     if (bad) return;
-    columns += int64_t{head} * lists.pitch + begin;
+    first = int64_t{head} * lists.pitch + begin;
     bool wrong = false;
     for (int i = lane; i < end - begin; i += 32) {
-      const int column = __ldg(columns + i), before = i > 0 ? __ldg(columns + i - 1) : -1;
+      const int column = this->column(i), before = i > 0 ? this->column(i - 1) : -1;
       wrong |= column <= before || column > row;
     }
     bad = __any_sync(~0u, wrong);
     if (!bad) count = end - begin;
   }
 
+  __device__ int column(int i) const { return __ldg(blocks + first + i); }
+
   // How many are below `column`.
   __device__ int below(int column) const {
     int low = 0, high = count;
     while (low < high) {
       const int middle = (low + high) / 2;
-      if (__ldg(columns + middle) < column) {
+      if (this->column(middle) < column) {
         low = middle + 1;
       } else {
         high = middle;
@@ -57,7 +60,7 @@ struct Row {
   }
   __device__ bool holds(int column) const {
     const int place = below(column);
-    return place < count && __ldg(columns + place) == column;
+    return place < count && this->column(place) == column;
   }
 };
 
@@ -67,7 +70,7 @@ __device__ __forceinline__ int append(int* list, int written, const Row& row, in
                                       bool shared, int flags, int lane) {
   for (int base = 0; base < count; base += 32) {
     const int i = base + lane;
-    const int column = i < count ? __ldg(row.columns + i) : 0;
+    const int column = i < count ? row.column(i) : 0;
     const bool chosen = i < count && other.holds(column) == shared;
     const uint32_t lanes = __ballot_sync(~0u, chosen);
     if (chosen) list[written + __popc(lanes & ((1u << lane) - 1))] = column | flags;
@@ -83,8 +86,7 @@ __global__ void __launch_bounds__(kUniteWarps * 32) unite_kernel(const __grid_co
   const int head = number / pairs, first = number % pairs * 2;  // row, and block of the tile's own positions
   const Row upper(lists, head, first, lane), lower(lists, head, first + 1, lane);
   // Where the rows' own columns stood there is room for what is listed once.
-  const int* from = upper.bad ? lower.columns : upper.columns;
-  const int64_t begin = from - lists.blocks;
+  const int64_t begin = upper.bad ? lower.first : upper.first;
   int* const list = lists.united + begin;
   const int upper_past = upper.below(first), lower_past = lower.below(first);
   UnitedRow row;

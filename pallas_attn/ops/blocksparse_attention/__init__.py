@@ -1,7 +1,7 @@
 """Block-sparse attention: ragged prefill and decode over the blocks that a layout lists."""
 
 from pallas_attn.ops.blocksparse_attention.api import blocksparse_attention
-from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig
+from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig, BlockSparseCudaConfig
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
 
-__all__ = ["BlockSparseConfig", "SparseLayout", "blocksparse_attention"]
+__all__ = ["BlockSparseConfig", "BlockSparseCudaConfig", "SparseLayout", "blocksparse_attention"]

@@ -21,7 +21,7 @@ from pallas_attn._types import ImplementationOrCuda, Layout
 from pallas_attn.ops.blocksparse_attention import backward as tiled
 from pallas_attn.ops.blocksparse_attention import config as tiles
 from pallas_attn.ops.blocksparse_attention import cuda, gradients
-from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig
+from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig, BlockSparseCudaConfig
 from pallas_attn.ops.blocksparse_attention.decode import decode
 from pallas_attn.ops.blocksparse_attention.kernel import prefill
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
@@ -76,10 +76,25 @@ def _prepared(operands: Operands, lowering: triton.Lowering) -> Operands:
 def _with_gradients(implementation: Implementation, lowering: triton.Lowering) -> Implementation:
     backward = functools.partial(tiled.backward, lowering=lowering)
     prepare = functools.partial(_prepared, lowering=lowering)
-    return dataclasses.replace(implementation, prepare=prepare, steps={"backward": Implementation(backward)})
+    steps = {"backward": Implementation(backward), **implementation.steps}
+    return dataclasses.replace(implementation, prepare=prepare, steps=steps)
 
 
-HOPPER = Implementation(blocksparse_attention_cuda, cuda.unsupported, cuda.is_slower, takes_config=False)
+def _check_config(operands: Operands, config: BlockSparseConfig | BlockSparseCudaConfig) -> None:
+    if isinstance(config, BlockSparseCudaConfig):
+        cuda.check(operands, config)
+    else:
+        tiles.check(operands, config)
+
+
+HOPPER = Implementation(
+    blocksparse_attention_cuda,
+    cuda.unsupported,
+    cuda.is_slower,
+    takes_config=False,
+    own_config=BlockSparseCudaConfig,
+    steps={"cuda_backward": Implementation(cuda.backward, takes_config=False)},
+)
 TILED = triton.implementations(blocksparse_attention_pallas, _supports)
 OP = Op(
     name="blocksparse_attention",
@@ -92,7 +107,7 @@ OP = Op(
     config=BlockSparseConfig,
     key=tiles.key,
     heuristic=tiles.default,
-    check_config=tiles.check,
+    check_config=_check_config,
     kernels=tiles.TILES,
     derivative=gradients.attend,
 )
@@ -104,7 +119,7 @@ def blocksparse_attention(
     cu_q_lens: jax.Array | None = None, cu_k_lens: jax.Array | None = None,
     block_tables: jax.Array | None = None, seq_lens: jax.Array | None = None, scale: float | None = None,
     softcap: float | None = None, return_lse: Literal[False] = False, cache_layout: Layout = "NHD",
-    implementation: ImplementationOrCuda | None = None, config: BlockSparseConfig | None = None,
+    implementation: ImplementationOrCuda | None = None, config: BlockSparseConfig | BlockSparseCudaConfig | None = None,
     residual_checkpoint_name: str | None = None,
 ) -> jax.Array: ...  # fmt: skip
 
@@ -115,7 +130,7 @@ def blocksparse_attention(
     cu_q_lens: jax.Array | None = None, cu_k_lens: jax.Array | None = None,
     block_tables: jax.Array | None = None, seq_lens: jax.Array | None = None, scale: float | None = None,
     softcap: float | None = None, return_lse: Literal[True], cache_layout: Layout = "NHD",
-    implementation: ImplementationOrCuda | None = None, config: BlockSparseConfig | None = None,
+    implementation: ImplementationOrCuda | None = None, config: BlockSparseConfig | BlockSparseCudaConfig | None = None,
     residual_checkpoint_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 
@@ -126,7 +141,7 @@ def blocksparse_attention(
     cu_q_lens: jax.Array | None = None, cu_k_lens: jax.Array | None = None,
     block_tables: jax.Array | None = None, seq_lens: jax.Array | None = None, scale: float | None = None,
     softcap: float | None = None, return_lse: bool = False, cache_layout: Layout = "NHD",
-    implementation: ImplementationOrCuda | None = None, config: BlockSparseConfig | None = None,
+    implementation: ImplementationOrCuda | None = None, config: BlockSparseConfig | BlockSparseCudaConfig | None = None,
     residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def blocksparse_attention(
@@ -144,7 +159,7 @@ def blocksparse_attention(
     return_lse: bool = False,
     cache_layout: Layout = "NHD",
     implementation: ImplementationOrCuda | None = None,
-    config: BlockSparseConfig | None = None,
+    config: BlockSparseConfig | BlockSparseCudaConfig | None = None,
     residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Causal attention over the blocks of keys that `layout` lists for each head and each block of queries.
@@ -178,10 +193,11 @@ def blocksparse_attention(
         cache_layout: order of a page's dimensions, "NHD", "HND" or "PACKED"; of keys in rows always "NHD".
         implementation: None (cuda or pallas on an NVIDIA GPU, whichever measured faster; xla elsewhere), "cuda" (sm_90:
             bf16 and fp16, head_dim 128, keys in rows, blocks of at least 128 tokens, no softcap; sequences with one
-            query, and gradients, by the kernels of "pallas" or else "triton"), "pallas" (sm_80 or newer), "triton"
-            (the same kernels by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere) or
-            "interpret" (the Pallas kernels run in Python, slow).
-        config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic one.
+            query by the kernels of "pallas" or else "triton", and so gradients, unless `config` says otherwise),
+            "pallas" (sm_80 or newer), "triton" (the same kernels by Triton itself, where Pallas cannot; the extra of
+            that name), "xla" (anywhere) or "interpret" (the Pallas kernels run in Python, slow).
+        config: tile sizes for "pallas", "triton" and "interpret", None takes the measured or the heuristic ones; or,
+            for "cuda", a BlockSparseCudaConfig, which says whose gradients are.
         residual_checkpoint_name: as of `flash_attention`, for implementations other than "xla".
 
     Returns:

@@ -2,11 +2,11 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 from pallas_attn._call import budget, configs, sizes
 from pallas_attn._call.architecture import KIB, LEAST_SIDE
-from pallas_attn._call.checks import check_int, dtype_name, fail
+from pallas_attn._call.checks import ArgumentChecker, check_int, dtype_name, fail
 from pallas_attn._call.device import Device, current_device
 from pallas_attn._split.splits import MOST_SPLITS
 from pallas_attn.ops.blocksparse_attention.operands import Operands
@@ -88,6 +88,20 @@ class BlockSparseConfig:
     def __post_init__(self):
         configs.check_sizes(self, POWERS_OF_TWO, may_be_zero=("max_registers", "heads_together"))
         check_int("BlockSparseConfig", "decode_heads", self.decode_heads, most=16)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSparseCudaConfig:
+    """How `implementation="cuda"` works out gradients.
+
+    backward: "cuda", for blocks of at least 128 queries and 128 keys; or "tiled", the kernels of "pallas" (of "triton",
+        where Pallas has no such lowering). None takes what measured faster: "tiled", so far always.
+    """
+
+    backward: Literal["cuda", "tiled"] | None = None
+
+    def __post_init__(self):
+        ArgumentChecker("BlockSparseCudaConfig").one_of("backward", self.backward, ("cuda", "tiled", None))
 
 
 def heuristic(

@@ -5,11 +5,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._call import ffi, hopper_lists
-from pallas_attn._tile import low_bits
+from pallas_attn._call import ffi, hopper_backward, hopper_lists, sharding
+from pallas_attn._call.checks import fail
+from pallas_attn._call.hopper_forward import Sequences
+from pallas_attn._tile import low_bits, softmax
 from pallas_attn.ops.blocksparse_attention import walk
+from pallas_attn.ops.blocksparse_attention.config import BlockSparseCudaConfig
 from pallas_attn.ops.blocksparse_attention.kernel import heads_together
-from pallas_attn.ops.blocksparse_attention.operands import Operands
+from pallas_attn.ops.blocksparse_attention.layout import transposed
+from pallas_attn.ops.blocksparse_attention.operands import BackwardOperands, Operands, as_prefill
 from pallas_attn.ops.blocksparse_attention.problem import Problem
 
 BY_LISTS = False
@@ -56,6 +60,90 @@ def unsupported(operands: Operands) -> str | None:
 def is_slower(operands: Operands) -> bool:
     """Whether Pallas measured faster: for short sequences most of a tile's rows are wasted."""
     return operands.query.shape[0] < TILE * operands.num_seqs
+
+
+def backward_unsupported(operands: Operands) -> str | None:
+    """Of what `unsupported` leaves: the reason the CUDA kernel cannot serve its gradients, or None."""
+    least, (block_kv, block_q) = hopper_backward.BLOCK_KV, operands.layout.sizes
+    if min(block_kv, block_q) < least:
+        return f"takes blocks of at least {least} queries and {least} keys, got {block_q} and {block_kv}"
+    return None
+
+
+def backward_is_slower(operands: Operands) -> bool:
+    """Whether the tiled kernels are as fast, or nothing is known: so it is of all calls yet."""
+    return True
+
+
+def takes_backward(operands: Operands, config: BlockSparseCudaConfig | None) -> bool:
+    """Whose gradients are, where the forward pass is the CUDA kernel's: as `flash_attention` has it."""
+    if config is not None and config.backward is not None:
+        return config.backward == "cuda"
+    return backward_unsupported(operands) is None and not backward_is_slower(operands)
+
+
+def check(operands: Operands, config: BlockSparseCudaConfig) -> None:
+    """Refuses a config that asks for what there is not."""
+    if config.backward == "cuda" and (reason := backward_unsupported(operands)):
+        fail("blocksparse_attention", "config", "backward 'tiled' or None", f"'cuda', which {reason}")
+
+
+def backward(operands: BackwardOperands) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `backward.backward`, of what `backward_unsupported` leaves."""
+    operands = as_prefill(operands)
+    layout, of_keys = operands.layout, transposed(operands.layout)
+    rows = operands.maximum, softmax.finite(operands.rest), operands.delta, operands.total
+    gradients = hopper_backward.backward(
+        operands.query[None],
+        operands.key[None],
+        operands.value[None],
+        operands.d_out[None],
+        tuple(row[None] for row in rows),
+        sequences(operands),
+        scale=operands.scale,
+        right=0,
+        softcap=operands.rules.softcap,
+        blocks=hopper_backward.Layout(
+            (of_keys.row_pointers, of_keys.columns),
+            (jnp.asarray(layout.row_pointers), jnp.asarray(layout.columns)),
+            layout.q_block_size,
+            layout.block_size,
+        ),
+    )
+    d_query, d_key, d_value = (gradient[0] for gradient in gradients)
+    return sharding.vary((d_query, d_key, d_value), sharding.varying_axes(operands))
+
+
+def sequences(operands: Operands) -> Sequences:
+    """Where they lie; of one that cannot be right, nowhere. Then queries that are no sequence's, or are more than its
+    keys, and keys that are none's, so that each token is someone's."""
+    assert operands.cu_q_lens is not None
+    assert operands.cu_k_lens is not None
+    num_queries, num_keys = operands.query.shape[0], operands.key.shape[0]
+    q_ends = jnp.clip(operands.cu_q_lens, 0, num_queries)
+    q_begin, q_end = q_ends[:-1], q_ends[1:]
+    k_begin, k_end = operands.cu_k_lens[:-1], operands.cu_k_lens[1:]
+    bad = (k_begin < 0) | (k_end < k_begin) | (k_end > num_keys)
+    # The farthest key of those in front.
+    k_last = jax.lax.cummax(jnp.where(bad, 0, k_end))
+    k_before = jnp.concatenate([jnp.zeros(1, jnp.int32), k_last])
+    k_begin, k_end = (jnp.where(bad, k_before[:-1], bound) for bound in (k_begin, k_end))
+    q_first = q_end - jnp.minimum(q_end - q_begin, k_end - k_begin)
+
+    def table(first, end, gaps_first, gaps_end, *, queries: bool) -> jax.Array:
+        gaps = jnp.stack([gaps_first, gaps_end], axis=1)
+        none = jnp.zeros_like(gaps)
+        bounds = jnp.concatenate(
+            [jnp.stack([first, end], axis=1), *((gaps, none) if queries else (none, gaps))]
+        )
+        return jnp.pad(bounds, ((0, 0), (0, 1)), constant_values=1)[None]  # in one piece
+
+    q_gaps = (jnp.concatenate([jnp.zeros(1, jnp.int32), q_end]), jnp.append(q_first, jnp.int32(num_queries)))
+    k_gaps = (k_before, jnp.append(k_begin, jnp.int32(num_keys)))
+    return Sequences(
+        q_table=table(q_first, q_end, *q_gaps, queries=True),
+        k_table=table(k_begin, k_end, *k_gaps, queries=False),
+    )
 
 
 def prefill(operands: Operands, *, problem: Problem, keep: bool = False) -> tuple[jax.Array, ...]:

@@ -12,6 +12,7 @@ from pallas_attn._call.gradients import refuse
 from pallas_attn._call.op import Call
 from pallas_attn._tile import low_bits, softmax, weights
 from pallas_attn._tile.logits import natural_scale
+from pallas_attn.ops.blocksparse_attention import cuda
 from pallas_attn.ops.blocksparse_attention.operands import KEYS, BackwardOperands, Operands, as_prefill
 
 FLOATS = ("query", "key", "value")
@@ -64,5 +65,7 @@ def _gradients(
         delta=found.delta.T,
         total=found.total.T,
     )
-    gradients = call.run(backward, step="backward", results=(f"tokens {heads} dim", KEYS, KEYS))
+    own = call.implementation == "cuda" and cuda.takes_backward(operands, call.config)
+    step = "cuda_backward" if own else "backward"
+    gradients = call.run(backward, step=step, results=(f"tokens {heads} dim", KEYS, KEYS))
     return dict(zip(FLOATS, gradients, strict=True))

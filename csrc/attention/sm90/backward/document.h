@@ -18,6 +18,11 @@ struct Document {
   int key, k_len;
   bool q_mixed, k_mixed;  // other documents' tokens lie between its own
 
+  // Of a layout: keys in front of its first query, and other tokens in front of that in its first tile of
+  // `rows`, so that tiles begin where blocks may.
+  __device__ __forceinline__ int before() const { return k_len - q_len; }
+  __device__ __forceinline__ int lead(int rows) const { return q_len == 0 ? 0 : before() & (rows - 1); }
+
   __device__ __forceinline__ Document(const BackwardParams& params, int seq, int seqs) {
     const int of_batch = seqs / params.batch;
     batch = seq / of_batch;

@@ -6,8 +6,9 @@ namespace pallas_attn::attention::sm90::backward {
 
 Needs needs_of(int head_dim, int value_dim, bool listed) {
   if (listed) {
-    return with_listed_shape(head_dim, value_dim, Needs{},
-                             [](auto shape) { return Needs{decltype(shape)::kPasses, wide::kHeld, 0}; });
+    return with_listed_shape<wide::Meets::kListed>(head_dim, value_dim, Needs{}, [](auto shape) {
+      return Needs{decltype(shape)::kPasses, wide::kHeld, 0};
+    });
   }
   return with_shape(head_dim, value_dim, Needs{}, [](auto shape) {
     using Shape = decltype(shape);
@@ -24,7 +25,10 @@ LaunchStatus launch_backward(const BackwardParams& params, cudaStream_t stream) 
                                                     : launch_float16<Shape>(params, stream);
   };
   if (params.of_keys.blocks != nullptr) {
-    return with_listed_shape(params.head_dim, params.value_dim, none, launch);
+    return with_listed_shape<wide::Meets::kListed>(params.head_dim, params.value_dim, none, launch);
+  }
+  if (params.rows_of_keys.pointers != nullptr) {
+    return with_listed_shape<wide::Meets::kRows>(params.head_dim, params.value_dim, none, launch);
   }
   return with_shape(params.head_dim, params.value_dim, none, launch);
 }

@@ -25,12 +25,14 @@ __device__ __forceinline__ void load_rows(const BackwardParams& params, Plan& sm
       ptx::mbarrier_wait(&smem.numbers.empty[place.stage()][0], place.empty());
       TileRows& rows = smem.rows[place.stage()];
       const int64_t head = int64_t{tile.batch} * params.num_heads + tile.head * params.group + steps.head;
-      const int64_t first = head * params.q_len + tile.query;
+      const int64_t own = head * params.q_len + tile.query;
+      const int first = steps.first(tile, kQueries);
       const uint32_t lse = ptx::shared_address(rows.lse), delta = ptx::shared_address(rows.delta);
 #pragma unroll 1
       for (int i = lane; i < kQueries; i += 32) {
-        // Behind the last one it is the last again: nobody asks what comes of it.
-        const int64_t at = first + min(steps.met * kQueries + i, tile.band.q_len - 1);
+        // Behind the last one it is the last again: nobody asks what comes of it. In front of the first
+        // likewise.
+        const int64_t at = own + max(min(first + i, tile.band.q_len - 1), 0);
         ptx::copy_word_async(lse + TileRows::lse_word(i) * 4, params.maximum + at);
         ptx::copy_word_async(lse + TileRows::lse_word(i) * 4 + 8, params.rest + at);
         ptx::copy_word_async(delta + TileRows::delta_word(i) * 4, params.delta + at);

@@ -18,13 +18,13 @@ Result with_shape(int head_dim, int value_dim, Result none, Visit visit) {
   return none;
 }
 
-// The same where lists name the blocks that meet.
-template <typename Visit, typename Result>
+// The same where lists name the blocks that meet, or a layout does.
+template <wide::Meets kMeets, typename Visit, typename Result>
 Result with_listed_shape(int head_dim, int value_dim, Result none, Visit visit) {
   const int widest = head_dim > value_dim ? head_dim : value_dim;
-  if (widest <= 64) return visit(wide::Listed64{});
-  if (widest <= 128) return visit(wide::Listed128{});
-  if (widest <= 256) return visit(wide::Listed256{});
+  if (widest <= 64) return visit(wide::ShapeOf<64, 64, kMeets>{});
+  if (widest <= 128) return visit(wide::ShapeOf<128, 128, kMeets>{});
+  if (widest <= 256) return visit(wide::ShapeOf<256, 256, kMeets>{});
   return none;
 }
 

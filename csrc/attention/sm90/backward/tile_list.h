@@ -11,7 +11,7 @@
 namespace pallas_attn::attention::sm90::backward {
 
 // Tiles of kHeld tokens of one side, which meet tiles of kMet of the other. For a whole warp.
-template <Side kSide, int kHeld, int kMet>
+template <Side kSide, int kHeld, int kMet, bool kOfLayout = false>
 class TileList {
  public:
   // Heads in groups of `side_by_side`, whose tiles are dealt in turns.
@@ -46,10 +46,11 @@ class TileList {
     tile.query = document.query, tile.key = document.key;
     tile.q_rank = document.q_mixed ? document.rank : -1;
     tile.k_rank = document.k_mixed ? document.rank : -1;
-    const Band band = {params_.left, params_.right, params_.offset + document.query - document.key,
-                       document.q_len, document.k_len};
+    const int offset = kOfLayout ? document.before() : params_.offset + document.query - document.key;
+    const Band band = {params_.left, params_.right, offset, document.q_len, document.k_len};
     tile.band = band;
     tile.first = tile.number * kHeld;
+    if constexpr (kOfLayout && kSide == Side::kQueries) tile.first -= document.lead(kHeld);
     tile.count = min(kHeld, (kSide == Side::kKeys ? document.k_len : document.q_len) - tile.first);
     tile.met = tile.open = tile.held_queries = tile.held_keys = {0, 0};
     if (document.q_len == 0 || document.k_len == 0) return;
@@ -73,18 +74,25 @@ class TileList {
   const int num_tiles_, num_seqs_, side_by_side_;
 };
 
-// Zeros for a tile's own tokens, of a gradient that nothing adds to. For a whole warp.
-template <Side kSide>
-__device__ inline void store_zeros(const BackwardParams& params, const Tile& tile, void* array,
-                                   const Strides& strides, int dim, int lane) {
+// For a tile's own tokens, of a gradient that nothing adds to, what `word_of` token makes of two elements.
+// For a whole warp.
+template <Side kSide, typename WordOf>
+__device__ inline void store_words(const BackwardParams& params, const Tile& tile, void* array,
+                                   const Strides& strides, int dim, int lane, WordOf word_of) {
   const int token = kSide == Side::kKeys ? tile.key : tile.query;
   auto* to = static_cast<uint16_t*>(array) + tile.batch * strides.batch + tile.head * strides.head;
   for (int i = tile.first; i < tile.first + tile.count; ++i) {
     if (!tile.has<kSide>(params, i)) continue;
+    const uint32_t word = word_of(i);
     for (int chunk = lane; chunk < dim / 8; chunk += 32) {
-      reinterpret_cast<uint4*>(to + (token + i) * strides.token)[chunk] = make_uint4(0, 0, 0, 0);
+      reinterpret_cast<uint4*>(to + (token + i) * strides.token)[chunk] = make_uint4(word, word, word, word);
     }
   }
+}
+template <Side kSide>
+__device__ inline void store_zeros(const BackwardParams& params, const Tile& tile, void* array,
+                                   const Strides& strides, int dim, int lane) {
+  store_words<kSide>(params, tile, array, strides, dim, lane, [](int) { return 0u; });
 }
 
 }  // namespace pallas_attn::attention::sm90::backward

@@ -71,7 +71,9 @@ struct Tile {
     if constexpr (kSide == Side::kKeys) {
       return i < band.k_len && is_own(params.k_ranks, k_rank, batch * int64_t{params.kv_len} + key + i);
     } else {
-      return i < band.q_len && is_own(params.q_ranks, q_rank, batch * int64_t{params.q_len} + query + i);
+      // A layout's first tile begins in front of the first query.
+      return static_cast<uint32_t>(i) < static_cast<uint32_t>(band.q_len) &&
+             is_own(params.q_ranks, q_rank, batch * int64_t{params.q_len} + query + i);
     }
   }
   template <Side kSide>
@@ -102,6 +104,8 @@ struct Step {
 
   Step() = default;
   __device__ explicit Step(const Span& tiles) : head(0), met(tiles.end - 1) {}
+  // Its first token among the sequence's, of tiles of so many.
+  __device__ __forceinline__ int first(const Tile&, int tokens) const { return met * tokens; }
   // False behind the last one of `group` heads.
   __device__ __forceinline__ bool advance(const Span& tiles, int group) {
     if (--met >= tiles.begin) return true;

@@ -30,7 +30,8 @@ template <Side kSide, typename Visit>
 __device__ __forceinline__ int each_listed(const BackwardParams& params, const Document& document, int rows,
                                            Visit visit) {
   constexpr bool kKeys = kSide == Side::kKeys;
-  const int length = kKeys ? document.k_len : document.q_len;
+  const int lead = !kKeys && params.rows_of_queries.pointers != nullptr ? document.lead(rows) : 0;
+  const int length = kKeys ? document.k_len : document.q_len + lead;
   const bool mixed = kKeys ? document.k_mixed : document.q_mixed;
   const int* ranks = kKeys ? params.k_ranks + int64_t{document.batch} * params.kv_len + document.key
                            : params.q_ranks + int64_t{document.batch} * params.q_len + document.query;

@@ -21,10 +21,14 @@ namespace pallas_attn::attention::sm90::backward::wide {
 
 using namespace pallas_attn::sm90;
 
-template <int kDim_, int kValueDim_, bool kListed_ = false>
+// What names the tiles that a tile meets: a band of them, lists of blocks, or a layout's rows.
+enum class Meets { kBand, kListed, kRows };
+
+template <int kDim_, int kValueDim_, Meets kMeets_ = Meets::kBand>
 struct ShapeOf {
   static constexpr int kPasses = 3;
-  static constexpr bool kListed = kListed_;  // lists name what a tile meets
+  static constexpr Meets kMeets = kMeets_;
+  static constexpr bool kListed = kMeets != Meets::kBand;
   static constexpr int kDim = kDim_, kValueDim = kValueDim_;
   // Of a thread. Who walks lists has use for more, where gradients leave some.
   static constexpr int kFeederRegisters = kListed && kDim <= 128 ? 56 : 24;
@@ -35,12 +39,16 @@ struct ShapeOf {
 
 using Shape192x128 = ShapeOf<192, 128>;
 using Shape256 = ShapeOf<256, 256>;
-using Listed64 = ShapeOf<64, 64, true>;
-using Listed128 = ShapeOf<128, 128, true>;
-using Listed256 = ShapeOf<256, 256, true>;
+using Listed64 = ShapeOf<64, 64, Meets::kListed>;
+using Listed128 = ShapeOf<128, 128, Meets::kListed>;
+using Listed256 = ShapeOf<256, 256, Meets::kListed>;
+using Rows64 = ShapeOf<64, 64, Meets::kRows>;
+using Rows128 = ShapeOf<128, 128, Meets::kRows>;
+using Rows256 = ShapeOf<256, 256, Meets::kRows>;
 
 constexpr int kMath = 2;  // math warpgroups
-constexpr int kHeld = kMath * kFragmentRows, kMet = 64;
+constexpr int kHeld = kMath * kFragmentRows, kMet = 64, kMetShift = 6;
+static_assert(1 << kMetShift == kMet);
 constexpr int kConsumerThreads = kMath * kWarpgroupThreads, kConsumerWarps = kConsumerThreads / 32;
 constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
 
@@ -54,7 +62,8 @@ template <typename Shape, Gradient kGradient>
 struct PassOf {
   using Dims = Shape;
   static constexpr Gradient kOf = kGradient;
-  static constexpr bool kListed = Shape::kListed;
+  static constexpr Meets kMeets = Shape::kMeets;
+  static constexpr bool kListed = Shape::kListed, kOfLayout = kMeets == Meets::kRows;
   static constexpr Side kSide = kOf == Gradient::kQueries ? Side::kQueries : Side::kKeys;
   static constexpr bool kHoldsQueries = kSide == Side::kQueries;
   // Gradients of values are products of weights alone.

@@ -173,9 +173,9 @@ class Consumer {
   // an array's, and what lies behind its end is zero.
   template <typename Pieces>
   __device__ __forceinline__ void clear_others(Pieces& pieces) {
-    if (Pass::kListed || is_open()) return;
+    if (Pass::kMeets == Meets::kListed || is_open()) return;
     constexpr Side kSide = other(Pass::kSide);
-    const int first = at_met_ * kMet;
+    const int first = first_met();
     if (!tile().template has_others<kSide>(params_, first, kMet)) return;
     constexpr int kChunks = kRowBytes / sizeof(uint4);
 #pragma unroll 1
@@ -188,16 +188,23 @@ class Consumer {
     ptx::named_barrier_sync_unaligned(kCleared, kConsumerThreads);
   }
 
+  // The step's first met token among the sequence's.
+  __device__ __forceinline__ int first_met() const {
+    if constexpr (Pass::kOfLayout) return LayoutSteps<Pass>::first_of(tile(), seen_);
+    return at_met_ * kMet;
+  }
   __device__ __forceinline__ bool is_open() const {
+    if constexpr (Pass::kOfLayout) return LayoutSteps<Pass>::all_count(seen_);
     if constexpr (Pass::kListed) return seen_ < 0;
     return __builtin_expect(at_met_ >= open_.begin && at_met_ < open_.end, true);
   }
   // Where not all pairs of a step count.
   __device__ __forceinline__ void mask(float (&d)[kPairs]) const {
     if (is_open()) return;
-    if constexpr (Pass::kListed) return mask_by_bits<Pass>(d, params_, seen_, warpgroup_, thread_, at_);
+    if constexpr (Pass::kMeets == Meets::kListed)
+      return mask_by_bits<Pass>(d, params_, seen_, warpgroup_, thread_, at_);
     constexpr Side kMetSide = other(Pass::kSide);
-    const int first = at_met_ * kMet;
+    const int first = first_met();
     Seen<Pass::kSide>(params_, tile(), first, warpgroup_ * kFragmentRows, at_).mask(d);
     if ((kMetSide == Side::kKeys ? tile().k_rank : tile().q_rank) >= 0) {
       mask_others<kMetSide>(d, params_, tile(), first, thread_ % 32, at_.in_quad);
@@ -256,7 +263,7 @@ class Consumer {
       const int query = first + at_.row(i);
       const Span seen = tile().band.keys_of(query, query);
       excess[i] = quad_reduce(excess_[i], [](float a, float b) { return a + b; });
-      const bool some = query < tile().band.q_len && seen.begin < seen.end;
+      const bool some = tile().template has<Side::kQueries>(params_, query) && seen.begin < seen.end;
       excess[i] = some ? excess[i] - __ldg(params_.total + head + tile().query + query) : 0.0f;
     }
 #pragma unroll

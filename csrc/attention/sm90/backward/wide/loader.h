@@ -17,13 +17,14 @@ class Loader {
  public:
   using Plan = SmemPlan<Pass>;
   using Steps = StepsOf<Pass>;
+  static constexpr uint32_t kNan = 0x7fff7fff;  // twice, in bf16 and in fp16
 
   __device__ Loader(const BackwardParams& params, const Maps& maps, Plan& smem, int lane)
       : params_(params), maps_(maps), smem_(smem), lane_(lane) {}
 
   __device__ void work() {
     ptx::wait_for_previous_kernel();
-    const TileList<Pass::kSide, kHeld, kMet> list(params_, params_.counters + counters(), 1);
+    const TileList<Pass::kSide, kHeld, kMet, Pass::kOfLayout> list(params_, params_.counters + counters(), 1);
     take_tiles(
         list, smem_, lane_,
         [&](int index, Tile& tile, int stage) {
@@ -85,8 +86,8 @@ class Loader {
   __device__ __forceinline__ void load_met(Buffers& ring, const At& at, Pieces& pieces,
                                            const CUtensorMap& map, const Tile& tile, const Steps& step) {
     const int head = Pass::kHoldsQueries ? tile.head / params_.group : tile.head * params_.group + step.head;
-    fetch(ring, at, pieces, map, head, (Pass::kHoldsQueries ? tile.key : tile.query) + step.met * kMet,
-          tile.batch);
+    const int sequence = Pass::kHoldsQueries ? tile.key : tile.query;
+    fetch(ring, at, pieces, map, head, sequence + step.first(tile, kMet), tile.batch);
   }
 
   // Boxes are 64 rows.
@@ -107,15 +108,20 @@ class Loader {
   // Of keys that no query sees, or of queries that see none.
   __device__ void answer_unseen(const Tile& tile) const {
     if constexpr (Pass::kOf == Gradient::kKeys) {
-      zero(tile, params_.d_key, params_.key_strides, params_.head_dim);
+      answer(tile, params_.d_key, params_.key_strides, params_.head_dim);
     } else if constexpr (Pass::kOf == Gradient::kValues) {
-      zero(tile, params_.d_value, params_.value_strides, params_.value_dim);
+      answer(tile, params_.d_value, params_.value_strides, params_.value_dim);
     } else {
-      zero(tile, params_.d_query, params_.query_strides, params_.head_dim);
+      answer(tile, params_.d_query, params_.query_strides, params_.head_dim);
     }
   }
-  __device__ void zero(const Tile& tile, void* array, const Strides& strides, int dim) const {
-    store_zeros<Pass::kSide>(params_, tile, array, strides, dim, lane_);
+  __device__ void answer(const Tile& tile, void* array, const Strides& strides, int dim) const {
+    if constexpr (Pass::kOfLayout) {
+      store_words<Pass::kSide>(params_, tile, array, strides, dim, lane_,
+                               [&](int token) { return Steps::is_nan(params_, tile, token) ? kNan : 0u; });
+    } else {
+      store_zeros<Pass::kSide>(params_, tile, array, strides, dim, lane_);
+    }
   }
 
   const BackwardParams& params_;

@@ -24,14 +24,15 @@ __device__ __forceinline__ void load_numbers(const BackwardParams& params, SmemP
       const int64_t first =
           (int64_t{tile.batch} * params.num_heads + tile.head) * params.q_len + tile.query + tile.first;
       for (int i = lane; i < kHeld; i += 32) {
-        // Behind the last one it is the last again: nobody asks what comes of it.
-        const int64_t at = first + min(i, tile.count - 1);
+        // Behind the last one it is the last again: nobody asks what comes of it. In front of the first
+        // likewise.
+        const int64_t at = first + max(min(i, tile.count - 1), -tile.first);
         rows.maximum[i] = __ldg(params.maximum + at);
         rows.rest[i] = __ldg(params.rest + at);
         rows.delta[i] = __ldg(params.delta + at);
       }
       Span keys = tile.band.keys_of(tile.first, tile.first + tile.count - 1);
-      if constexpr (Pass::kListed) keys.begin = StepsOf<Pass>(params, tile).met * kMet;
+      if constexpr (Pass::kListed) keys.begin = StepsOf<Pass>(params, tile).first(tile, kMet);
       for (int column = lane * kMeanColumns; column < Pass::Dims::kDim; column += 32 * kMeanColumns) {
         *reinterpret_cast<float4*>(rows.mean + column) = mean_of_keys<Element>(
             params, tile.batch, tile.head / params.group, keys, column,

@@ -7,13 +7,13 @@
 #include "attention/backward_params.h"
 #include "attention/sm90/backward/walk.h"
 #include "attention/sm90/backward/wide/config.h"
+#include "attention/sm90/backward/wide/layout_steps.h"
 #include "common/load.h"
 #include "sm90/fragment.h"
 
 namespace pallas_attn::attention::sm90::backward::wide {
 
-constexpr int kMetShift = 6, kAllCount = -1;
-static_assert(1 << kMetShift == kMet);
+constexpr int kAllCount = -1;
 
 // Head by head, each in the order of its list.
 template <typename Pass>
@@ -22,6 +22,8 @@ class ListedSteps {
   int head = 0, met;
   // Which words of `bits` say what counts, of the tile's first 64 tokens; or kAllCount.
   int seen;
+
+  __device__ __forceinline__ int first(const Tile&, int tokens) const { return met * tokens; }
 
   // Of a tile that has some.
   __device__ ListedSteps(const BackwardParams& params, const Tile& tile) {
@@ -99,7 +101,9 @@ class ListedSteps {
 };
 
 template <typename Pass>
-using StepsOf = std::conditional_t<Pass::kListed, ListedSteps<Pass>, BandSteps<Pass::kSide>>;
+using StepsOf =
+    std::conditional_t<Pass::kOfLayout, LayoutSteps<Pass>,
+                       std::conditional_t<Pass::kListed, ListedSteps<Pass>, BandSteps<Pass::kSide>>>;
 
 // Makes zero of what does not count, whatever it is, on a fragment of 64 held by 64 met tokens.
 template <typename Pass, int kPairs>
