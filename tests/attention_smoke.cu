@@ -154,13 +154,13 @@ bool run(const Case& c, ElementType type, float tolerance) {
     params.rest = unwritten<float>(rows);
     params.low = unwritten<int8_t>(rows * c.dim);
   }
-  const int tile_rows = attention::sm90::tile_rows(c.dim, c.dim);
+  const auto [least_rows, most_rows] = attention::sm90::tile_rows(c.dim, c.dim);
   params.max_partials = 528 / c.kv_heads;
-  params.max_items = params.max_partials + tokens / (tile_rows / group) + num_seqs + 3;
+  params.max_items = params.max_partials + tokens / (least_rows / group) + num_seqs + 3;
   params.counters = unwritten<attention::Counters>(1);
   params.items = unwritten<attention::WorkItem>(params.max_items);
   params.split_tiles = unwritten<attention::SplitTile>(params.max_partials);
-  const size_t partial_rows = size_t(params.max_partials) * c.kv_heads * tile_rows;
+  const size_t partial_rows = size_t(params.max_partials) * c.kv_heads * most_rows;
   params.partial_out = unwritten<float>(partial_rows * c.dim);
   params.partial_lse = unwritten<RowLse>(partial_rows);
   params.batch = 1, params.q_len = tokens, params.kv_len = c.page_size > 0 ? c.page_size : cu_k.back();

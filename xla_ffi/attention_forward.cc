@@ -130,23 +130,23 @@ ffi::Error attention_forward(
                   "heads of a multiple of " + std::to_string(multiple) + " elements", std::to_string(dim));
   }
   if (!check.ok()) return check.error();
-  const int tile_rows =
+  const auto [least_rows, most_rows] =
       attention::sm90::tile_rows(static_cast<int>(queries.dim), static_cast<int>(values.dim));
   const int64_t group = queries.heads / keys.heads;
-  check.require(tile_rows > 0, "query", "heads of at most 256 elements", std::to_string(queries.dim));
-  check.require(group <= tile_rows, "query", "at most " + std::to_string(tile_rows) + " heads for a KV head",
-                std::to_string(group));
+  check.require(least_rows > 0, "query", "heads of at most 256 elements", std::to_string(queries.dim));
+  check.require(group <= least_rows, "query",
+                "at most " + std::to_string(least_rows) + " heads for a KV head", std::to_string(group));
   check.require(heads_in_l2 > 0 && keys.heads % heads_in_l2 == 0, "heads_in_l2",
                 "a divisor of " + std::to_string(keys.heads), std::to_string(heads_in_l2));
   if (!check.ok()) return check.error();
   const int64_t most_items = items->dimensions()[0];
   const int64_t partials = split_tiles->dimensions()[0];
-  int64_t needed = partials + queries.batch * (queries.tokens / (tile_rows / group) + 1) +
+  int64_t needed = partials + queries.batch * (queries.tokens / (least_rows / group) + 1) +
                    (q_bounds.element_count() > 0 ? seqs + 2 : 0);
   // None without a query of its document's.
   if (documents) needed = std::min(needed, partials + queries.batch * queries.tokens);
-  check.array("partial_out", *partial_out, {partials, keys.heads, tile_rows, values.dim}, {DataType::F32});
-  check.array("partial_lse", *partial_lse, {partials, keys.heads, tile_rows, 2}, {DataType::F32});
+  check.array("partial_out", *partial_out, {partials, keys.heads, most_rows, values.dim}, {DataType::F32});
+  check.array("partial_lse", *partial_lse, {partials, keys.heads, most_rows, 2}, {DataType::F32});
   check.between("items", " work items", needed, kMaxInt / 2 / keys.heads, most_items);
   if (!check.ok()) return check.error();
 

@@ -16,6 +16,8 @@ CACHE_DTYPES = (jnp.float8_e4m3fn, jnp.int8)
 """Of pages, beside the query's own."""
 TILE_ROWS = 128
 """Rows of a tile (queries times heads of a KV head), at least, whatever the head_dim."""
+NARROW_HEAD_DIM, NARROW_TILE_ROWS = 64, 192
+"""Heads of at most so many elements may have tiles of so many rows."""
 MOST_SEQS = 8192
 FEW_TILES, MOST_PARTS = 264, 528
 """Tiles of all KV heads: twice the multiprocessors of a Hopper GPU (132); and parts of tiles that are split."""
@@ -129,6 +131,8 @@ def forward(
     # Where there may be fewer tiles than multiprocessors, their keys are split into at most this many parts.
     split = sequences.block_tables is not None or max_items * kv_heads < FEW_TILES
     places = -(-MOST_PARTS // kv_heads) if split else 0
+    narrow = max(query.shape[-1], value.shape[-1]) <= NARROW_HEAD_DIM
+    most_rows = NARROW_TILE_ROWS if narrow else TILE_ROWS
     nothing = jnp.zeros(0, jnp.int32)
     if sequences.block_tables is not None:
         kv_tokens *= sequences.block_tables.shape[1]
@@ -142,8 +146,8 @@ def forward(
             jax.ShapeDtypeStruct((max_items + places, 8), jnp.int32),
             jax.ShapeDtypeStruct((places, 8), jnp.int32),
             jax.ShapeDtypeStruct((num_seqs + 3 if num_seqs > MOST_SEQS else 0,), jnp.int32),
-            jax.ShapeDtypeStruct((places, kv_heads, TILE_ROWS, value.shape[-1]), jnp.float32),
-            jax.ShapeDtypeStruct((places, kv_heads, TILE_ROWS, 2), jnp.float32),
+            jax.ShapeDtypeStruct((places, kv_heads, most_rows, value.shape[-1]), jnp.float32),
+            jax.ShapeDtypeStruct((places, kv_heads, most_rows, 2), jnp.float32),
         ),
         vmap_method="sequential",
         input_output_aliases=None if kept is None else {before_kept: 0, before_kept + 1: 1},

@@ -60,7 +60,7 @@ struct ShapeOf {
   static constexpr int kThreads = kConsumerThreads + kFeeders * kWarpgroupThreads;
   // A thread's registers: those of the whole CTA are dealt anew between the roles.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kFeederRegisters = kByHand ? 32 : kValueDim > 192 ? 56 : 72;
+  static constexpr int kFeederRegisters = kByHand ? 32 : kValueDim > 192 || kMath > 2 ? 56 : 72;
   // Converters take what math warpgroups leave, beside scores, results and probabilities: with few registers
   // an instruction waits for the one before it.
   static constexpr int kConverterRegisters =
@@ -81,8 +81,15 @@ struct ShapeOf {
       ShapeOf<kDim, kValueDim, kKeys, kMath, kQueryStages, kKeyStages, kValueStages, Feed::kListed>;
 };
 
-// What was tried beside these is on the kernel's page.
-using Shape64 = ShapeOf<64, 64, 128, 2, 2, 4, 4>;
+// What was tried beside these is on the kernel's page. At heads of 64 exponentials take as long as products:
+// with a third math warpgroup there is always one that has products to issue. Threads that load leave no
+// registers for it, and blocks that a list names are of 64 keys and more.
+struct Shape64 : ShapeOf<64, 64, 96, 3, 2, 4, 4> {
+  using OfTwo = ShapeOf<64, 64, 128, 2, 2, 4, 4>;
+  using Gathered = OfTwo::Gathered;
+  using Converted = OfTwo::Converted;
+  using Listed = OfTwo::Listed;
+};
 using Shape96 = ShapeOf<96, 96, 128, 2, 2, 3, 2>;
 using Shape128 = ShapeOf<128, 128, 128, 2, 2, 3, 2>;
 using Shape192x128 = ShapeOf<192, 128, 128, 2, 1, 2, 2>;

@@ -1,6 +1,6 @@
 // A math warpgroup: its 64 rows of every tile against the key tiles that they see. The product with one key
 // tile's values follows that of the next one's scores, also from one tile of queries to the next, and both
-// run beside the other warpgroup's exponentials.
+// run beside the other warpgroups' exponentials.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -26,7 +26,7 @@ namespace pallas_attn::attention::sm90 {
 enum NamedBarrier {
   // Values that nobody sees are zero. All math warpgroups arrive and wait.
   kUnseenCleared = 1,
-  kTurn = 2,  // to issue products, of the first warpgroup, and one more of the second
+  kTurn = 2,  // to issue products, of the first warpgroup, and one more of each other one
 };
 
 struct Nothing {};
@@ -50,7 +50,7 @@ class Consumer {
         factor_(shaped_ ? 1.0f : scale_ * kLog2E) {}
 
   __device__ void work() {
-    if (warpgroup_ == 1) ptx::named_barrier_arrive(kTurn, Shape::kConsumerThreads);
+    if (warpgroup_ == Shape::kMath - 1) pass_turn();
     if (!open(told_)) return;
     take_turn();
     issue_scores();
@@ -285,15 +285,14 @@ class Consumer {
   }
 
   // A warpgroup is held while it issues the product of probabilities in registers, as long as that takes:
-  // taking turns at it, the other one's exponentials run beside. Else both do the same at the same time.
-  __device__ __forceinline__ void take_turn() {
-    ptx::named_barrier_sync(kTurn + warpgroup_, Shape::kConsumerThreads);
-  }
+  // taking turns at it, the others' exponentials run beside. Else all do the same at the same time.
+  static constexpr int kOfTurn = 2 * kWarpgroupThreads;  // the one that passes it and the one that takes it
+  __device__ __forceinline__ void take_turn() { ptx::named_barrier_sync(kTurn + warpgroup_, kOfTurn); }
   __device__ __forceinline__ void pass_turn() {
-    ptx::named_barrier_arrive(kTurn + 1 - warpgroup_, Shape::kConsumerThreads);
+    ptx::named_barrier_arrive(kTurn + (warpgroup_ + 1) % Shape::kMath, kOfTurn);
   }
 
-  // In front of a turn: both math warpgroups meet in it.
+  // In front of a turn: all math warpgroups meet in it.
   __device__ __forceinline__ void prepare_values(const Tile& tile) {
     if (is_open()) return;
     ptx::mbarrier_wait(&smem_.values.full[value_stage_][0], value_phases_.full(value_stage_));

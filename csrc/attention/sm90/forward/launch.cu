@@ -1,11 +1,16 @@
+#include <algorithm>
+
 #include "attention/sm90/forward/instantiations/instantiations.h"
 #include "attention/sm90/forward/launch.h"
 #include "attention/sm90/forward/shapes.h"
 
 namespace pallas_attn::attention::sm90 {
 
-int tile_rows(int head_dim, int value_dim) {
-  return with_shape(head_dim, value_dim, 0, [](auto shape) { return decltype(shape)::kRows; });
+TileRows tile_rows(int head_dim, int value_dim) {
+  return with_shape(head_dim, value_dim, TileRows{0, 0}, [](auto shape) {
+    using Shape = decltype(shape);
+    return TileRows{std::min(Shape::kRows, Shape::Gathered::kRows), Shape::kRows};
+  });
 }
 
 LaunchStatus launch_forward(const ForwardParams& params, cudaStream_t stream) {

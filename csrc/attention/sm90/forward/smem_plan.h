@@ -1,7 +1,7 @@
 // Shared memory of the forward kernel: what a CTA holds of one shape, in bytes,
 //
 //   head_dim   queries   keys       values     sum, with what is told and the mbarriers
-//         64   2 x 16K   4 x 16K    4 x 16K    161 KB
+//         64   2 x 24K   4 x 12K    4 x 12K    145 KB
 //         96   2 x 32K   3 x 32K    2 x 32K    225
 //        128   2 x 32K   3 x 32K    2 x 32K    225
 //    192/128   1 x 48K   2 x 48K    2 x 32K    209
