@@ -12,8 +12,7 @@ from lowering import abstract_mesh, lower_for_gpu
 from support import as_if_cuda, unchecked
 
 import pallas_attn
-from pallas_attn import FlashAttentionCudaConfig, FlashAttentionTiles
-from pallas_attn.ops.flash_attention import cuda
+from pallas_attn import FlashAttentionCudaConfig, FlashAttentionTiles, mods
 
 pytestmark = pytest.mark.once
 FORWARD, BACKWARD = (f"pallas_attn_attention_{which}_sm90" for which in ("forward", "backward"))
@@ -32,7 +31,7 @@ def shapes(length: int = 2048, dim: int = 128, dtype="bfloat16") -> list[jax.Sha
 
 def gradients(*floats, **options):
     def loss(*floats):
-        out = unchecked(pallas_attn.flash_attention)(*floats, causal=True, **options)
+        out = unchecked(pallas_attn.flash_attention)(*floats, **{"causal": True} | options)
         return jnp.sum(jnp.sin(out.astype(jnp.float32)))
 
     return jax.grad(loss, (0, 1, 2))(*floats)
@@ -47,7 +46,7 @@ def chosen(arrays, **options) -> tuple[bool, bool, bool]:
 @pytest.mark.parametrize(
     ("options", "length", "expected"),
     [
-        ({}, 2048, (True, False, True)),
+        ({}, 4096, (True, False, True)),
         (FORCED, 2048, (True, False, True)),
         (FORCED | {"config": FlashAttentionCudaConfig()}, 2048, (True, False, True)),
         (FORCED | {"config": OWN}, 2048, (True, True, False)),
@@ -56,16 +55,16 @@ def chosen(arrays, **options) -> tuple[bool, bool, bool]:
         ({"config": TILED}, 64, (True, False, True)),
     ],
 )
-def test_gradients_are_tiled_unless_the_config_says_cuda(built, options, length, expected):
-    assert chosen(shapes(length), **options) == expected
+def test_gradients_of_narrow_heads_are_tiled_unless_the_config_says_cuda(built, options, length, expected):
+    assert chosen(shapes(length, dim=64), **options) == expected
 
 
-def test_one_line_makes_them_its_own_where_it_can_serve(built, monkeypatch):
-    monkeypatch.setattr(cuda, "backward_is_slower", lambda operands: False)
-    assert chosen(shapes(), **FORCED) == (True, True, False)
-    assert chosen(shapes()) == (True, True, False)
-    assert chosen(shapes(), config=TILED) == (True, False, True)
+def test_gradients_of_wide_heads_are_its_own_unless_the_config_says_tiled(built):
+    assert chosen(shapes(dim=128), **FORCED) == (True, True, False)
     assert chosen(shapes(dim=256)) == (True, True, False)
+    assert chosen(shapes(dim=128), config=TILED) == (True, False, True)
+    mask = pallas_attn.block_mask(mods.causal(), q_len=4096, kv_len=4096, max_partial=64)
+    assert chosen(shapes(4096, dim=128), causal=False, block_mask=mask)[1:] == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +132,7 @@ def test_what_the_kernel_is_handed_makes_the_gradients(monkeypatch, case):
         assert np.linalg.norm(x - y) < 8e-3 * np.linalg.norm(y)
 
 
-@pytest.mark.parametrize("config", [None, OWN], ids=["tiled", "own"])
+@pytest.mark.parametrize("config", [TILED, OWN], ids=["tiled", "own"])
 @pytest.mark.parametrize(("name", "runs"), [("attention", 1), ("other", 2)])
 def test_under_a_policy_that_knows_its_name_the_forward_kernel_runs_once(built, config, name, runs):
     """In a scan over layers, whose body runs it, and whose body of gradients does not."""

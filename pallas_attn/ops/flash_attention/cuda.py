@@ -54,9 +54,7 @@ def unsupported(operands: Operands) -> str | None:
 
 
 def is_slower(operands: Operands) -> bool:
-    """Whether the tiled kernel is as fast, or nothing is known."""
-    if operands.mods is not None:
-        return True
+    """Whether the tiled kernel is as fast."""
     problem = Problem.of(operands)
     pairs = math.prod(problem.lse_shape) * problem.kv_len
     return pairs < (FEW_PAIRS if problem.widest >= WIDE_HEADS else FEW_NARROW_PAIRS)
@@ -72,9 +70,9 @@ def backward_unsupported(operands: Operands) -> str | None:
 
 
 def backward_is_slower(operands: Operands) -> bool:
-    """Whether the tiled kernels are as fast, or nothing is known: so it is of all calls yet
+    """Whether the tiled kernels are as fast, as they are for narrow heads, or nothing is known, as of block masks
     (csrc/attention/sm90/backward/README.md)."""
-    return True
+    return operands.mods is not None or Problem.of(operands).widest < WIDE_HEADS
 
 
 def takes_backward(operands: Operands, config: FlashAttentionCudaConfig | None) -> bool:
