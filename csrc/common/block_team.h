@@ -58,7 +58,8 @@ class BlockTeam {
       }
       const int least = __reduce_min_sync(~0u, i < count ? own : INT_MAX);
       const int most = __reduce_max_sync(~0u, i < count ? own : INT_MIN);
-      if (base > 0) __syncthreads();  // everybody has read the round before
+      // Everybody has read the round before, or the sum before this one.
+      if constexpr (!kOnce) __syncthreads();
       if (lane() == 31) scratch_.by_warp[warp()] = {sum, least, most};
       __syncthreads();
       const Totals none = {0, INT_MAX, INT_MIN};
