@@ -86,7 +86,7 @@ sanitize: .venv/.demo ## the CUDA kernels under compute-sanitizer; needs an sm_9
 		done; done
 	@echo "== racecheck of the schedule kernel"
 	compute-sanitizer --tool racecheck --error-exitcode 1 build/sanitize/mla_smoke --schedules
-	for program in racecheck_control mla_smoke attention_backward_smoke; do echo "== racecheck of $$program"; \
+	for program in racecheck_control mla_smoke attention_smoke attention_backward_smoke; do echo "== racecheck of $$program"; \
 		compute-sanitizer --tool racecheck build/sanitize/$$program; done
 
 lint: environment ## ruff, pyright, import-linter, clang-format

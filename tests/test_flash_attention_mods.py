@@ -13,7 +13,14 @@ from jax.sharding import AxisType, PartitionSpec
 from lowering import lower_for_four
 from support import ON_GPU, close
 
-from pallas_attn import BlockMask, block_mask, flash_attention, mods
+from pallas_attn import (
+    BlockMask,
+    FlashAttentionConfig,
+    FlashAttentionTiles,
+    block_mask,
+    flash_attention,
+    mods,
+)
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._tile.band import Band
 from pallas_attn.mods.call import Sizes, of_call
@@ -406,3 +413,21 @@ def test_cuda_says_why_it_serves_none():
         of_mods, _ = of_call(ArgumentChecker("flash_attention"), sizes, score_mod, mask_mod, None, None)
         operands = Operands(query=query, key=key, value=value, mods=of_mods, rules=rules)
         assert cuda.unsupported(operands) == words
+
+
+def test_a_block_ends_with_its_tokens_whatever_the_tiles():
+    """Tiles divide the length, blocks do not: the last block has tiles that hold no token."""
+    length, tiles = 160, FlashAttentionTiles(32, 32)
+    floats = [_normal(1, length, heads, DIM) for heads in (4, 2, 2)]
+    mask = block_mask(lambda b, h, q, k: (q + k) % 3 < 2, q_len=length, kv_len=length)
+
+    def gradients(implementation, config):
+        def loss(*floats):
+            attend = functools.partial(flash_attention, implementation=implementation, config=config)
+            return jnp.sum(jnp.sin(attend(*floats, block_mask=mask)))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(*floats)
+
+    found = gradients("interpret", FlashAttentionConfig(tiles, tiles, tiles))
+    for x, y in zip(found, gradients("xla", None), strict=True):
+        close(x, y)

@@ -60,11 +60,19 @@ def test_gradients_of_narrow_heads_are_tiled_unless_the_config_says_cuda(built, 
 
 
 def test_gradients_of_wide_heads_are_its_own_unless_the_config_says_tiled(built):
-    assert chosen(shapes(dim=128), **FORCED) == (True, True, False)
-    assert chosen(shapes(dim=256)) == (True, True, False)
-    assert chosen(shapes(dim=128), config=TILED) == (True, False, True)
-    mask = pallas_attn.block_mask(mods.causal(), q_len=4096, kv_len=4096, max_partial=64)
-    assert chosen(shapes(4096, dim=128), causal=False, block_mask=mask)[1:] == (False, True)
+    assert chosen(shapes(16384), **FORCED) == (True, True, False)
+    assert chosen(shapes(16384, dim=256)) == (True, True, False)
+    assert chosen(shapes(16384), config=TILED) == (True, False, True)
+
+
+@pytest.mark.parametrize("arrays", [shapes(16384 - 128), shapes(16384, dim=136)], ids=["few", "between"])
+def test_what_was_not_timed_is_tiled(built, arrays):
+    assert chosen(arrays) == (True, False, True)
+
+
+def test_gradients_of_a_block_mask_are_tiled(built):
+    mask = pallas_attn.block_mask(mods.causal(), q_len=16384, kv_len=16384, max_partial=256)
+    assert chosen(shapes(16384), causal=False, block_mask=mask)[1:] == (False, True)
 
 
 @pytest.mark.parametrize(

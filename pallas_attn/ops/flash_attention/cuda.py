@@ -21,6 +21,11 @@ FEW_PAIRS, FEW_NARROW_PAIRS = 2**25, 2**28
 """Of queries and keys, of all heads: with fewer, what comes before the kernel, the order of its tiles, takes longer
 than it gains. Of heads narrower than WIDE_HEADS it gains less."""
 WIDE_HEADS = 128
+FEW_KEY_TILES = 512
+"""Of 128 keys, of all KV heads: gradients by CUDA were timed with at least as many. A CTA has one at a time, and walks
+over all heads of its group."""
+WIDTHS_OF_GRADIENTS = (128, 128), (192, 128), (256, 256)
+"""Of heads and values, for which they were timed and faster. Of widths in between products are padded further."""
 FEW_DOCUMENTS = 1024
 """Whose bounds are looked at whether they exist or not."""
 MOST_TILES = 2**31
@@ -72,7 +77,10 @@ def backward_unsupported(operands: Operands) -> str | None:
 def backward_is_slower(operands: Operands) -> bool:
     """Whether the tiled kernels are as fast, as they are for narrow heads, or nothing is known, as of block masks
     (csrc/attention/sm90/backward/README.md)."""
-    return operands.mods is not None or Problem.of(operands).widest < WIDE_HEADS
+    problem = Problem.of(operands)
+    if operands.mods is not None or (problem.head_dim, problem.value_dim) not in WIDTHS_OF_GRADIENTS:
+        return True
+    return problem.batch * problem.num_kv_heads * (problem.kv_len // hopper_backward.BLOCK_KV) < FEW_KEY_TILES
 
 
 def takes_backward(operands: Operands, config: FlashAttentionCudaConfig | None) -> bool:

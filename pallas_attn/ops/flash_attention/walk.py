@@ -220,7 +220,8 @@ def _listed(listed: _Listed, other: Side, step, state) -> Any:
 
     def masked(tile, state: Any) -> Any:
         tokens = tile * other.block + jnp.arange(other.block)
-        whole = other.length % other.block == 0
+        # A listed block that ends beyond the last token may have whole tiles there.
+        whole = other.length % other.listed == 0
         held = jnp.ones(other.block, bool) if whole else tokens < other.length
         return step(state, Tile(tokens, held, True))
 
