@@ -150,6 +150,7 @@ def test_pairs_of_ctas_tell_each_other_without_a_fence(kernels: dict[str, str]) 
 # its scout has 32 registers and a tile's time to find the next one. The backward kernel's feeding warps have 24, and
 # its math warps keep a few numbers of a tile there, beside 212 registers of products.
 SPILLS = {
+    r"backward.instantiations\..*_rows\.": 164,
     r"backward.instantiations": 124,
     r"forward.instantiations\..*_(192|192x128|256)\..*FeedE[12]": 190,
     r"forward.instantiations\..*FeedE[12]": 120,
