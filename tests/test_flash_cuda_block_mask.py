@@ -142,8 +142,16 @@ def test_gradients_are_tiled_and_need_no_bits(built):
             assert "64x2x2x128xi32" not in line
 
 
-def test_unasked_for_it_is_not_taken_and_bits_are_not_made(built):
-    text = lower_for_gpu(functools.partial(over, implementation=None), *shapes(), IDS).as_text()
+def test_a_hopper_gpu_takes_it_by_itself_where_bits_are_kept(built):
+    assert (
+        f"@{TARGET}(" in lower_for_gpu(functools.partial(over, implementation=None), *shapes(), IDS).as_text()
+    )
+
+
+@pytest.mark.parametrize(("dim", "kept"), [(128, None), (64, 64)], ids=["no bits", "few narrow pairs"])
+def test_else_it_is_not_taken_and_bits_are_not_made(built, dim, kept):
+    call = functools.partial(over, implementation=None, max_partial=kept)
+    text = lower_for_gpu(call, *shapes(dim=dim), IDS).as_text()
     assert TARGET not in text
     assert "pallas_attn_flash_attention" in text
     bits = [line for line in text.splitlines() if "custom_call" in line and "64x2x2x128xi32" in line]
