@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,8 @@ from progress import shown
 
 from pallas_attn import mla_prefill
 
-FORMS = ("absorbed", "projected")
+type Form = Literal["absorbed", "projected"]
+FORMS: tuple[Form, Form] = ("absorbed", "projected")
 NOPE, VALUE, ROPE, RANK = 128, 128, 64, 512
 APART = 2e-2  # of a row's norm: each form rounds to bf16 where the other has float32
 
@@ -53,7 +54,7 @@ def made(sizes: Sizes, new: int, context: int) -> tuple[jax.Array, ...]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def repeated(form: str, calls: int, query: jax.Array, *rest: jax.Array) -> jax.Array:
+def repeated(form: Form, calls: int, query: jax.Array, *rest: jax.Array) -> jax.Array:
     """`calls` of them, each fed by the one before, so that none is left out."""
     *paged, key_up, value_up = rest
 
