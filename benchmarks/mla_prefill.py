@@ -13,15 +13,15 @@ import math
 import statistics
 import time
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from progress import shown
 
 from pallas_attn import mla_prefill
+from pallas_attn.ops.mla_prefill.api import Form
 
-type Form = Literal["absorbed", "projected"]
 FORMS: tuple[Form, Form] = ("absorbed", "projected")
 NOPE, VALUE, ROPE, RANK = 128, 128, 64, 512
 APART = 2e-2  # of a row's norm: each form rounds to bf16 where the other has float32
@@ -81,7 +81,7 @@ def measured(sizes: Sizes, new: int, context: int) -> list[dict]:
                 samples[form].append((time.perf_counter() - start) / sizes.calls * 1e6)
     device = jax.devices()[0].device_kind
     return [
-        dict(device=device, jax=jax.__version__, new_tokens=new, context=context, form=form,
+        dict(device=device, jax=jax.__version__, heads=sizes.heads, new_tokens=new, context=context, form=form,
              us=f"{statistics.median(found):.1f}" if found else "", apart=f"{apart:.1e}")
         for form, found in samples.items()
     ]  # fmt: skip
@@ -101,15 +101,13 @@ def load(path: Path) -> list[dict]:
 
 def draw(path: Path, rows: list[dict]) -> None:
     """A panel a context: microseconds over new tokens, a line a form."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    from matplotlib import ticker
+    from matplotlib.figure import Figure
 
     contexts = list(dict.fromkeys(int(row["context"]) for row in rows))
     size = (4.5 * len(contexts) + 1, 3.6)
-    figure, panels = pyplot.subplots(1, len(contexts), figsize=size, layout="constrained", squeeze=False)
-    for panel, context in zip(panels[0], contexts, strict=True):
+    figure = Figure(figsize=size, layout="constrained")
+    for panel, context in zip(figure.subplots(1, len(contexts), squeeze=False)[0], contexts, strict=True):
         for form, color, marker in zip(FORMS, ("#ef8a62", "#b2182b"), "so", strict=True):
             points = [
                 (int(row["new_tokens"]), float(row["us"]))
@@ -124,9 +122,8 @@ def draw(path: Path, rows: list[dict]) -> None:
             axis.set_minor_formatter(ticker.NullFormatter())
         panel.grid(alpha=0.3)
         panel.legend()
-    figure.suptitle(f"mla_prefill, 128 heads, bf16, {rows[0]['device']}")
+    figure.suptitle(f"mla_prefill, {rows[0]['heads']} heads, bf16, {rows[0]['device']}")
     figure.savefig(path)
-    pyplot.close(figure)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,6 +1,7 @@
 // FFI handler of attention's backward pass for sm_90: unpack, check, fill the parameters, launch.
 #include <cuda_runtime.h>
 
+#include <initializer_list>
 #include <string>
 #include <utility>
 #include <vector>
@@ -145,6 +146,9 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
   if (!check.ok()) return check.error();
   attention::BlockLists of_keys = {}, of_queries = {};
   attention::SparseRows rows_of_keys = {}, rows_of_queries = {};
+  const auto check_empty = [&](std::initializer_list<std::pair<const char*, ffi::AnyBuffer>> arrays) {
+    for (const auto& [name, array] : arrays) check.array(name, array, none, {DataType::S32});
+  };
   if (listed || of_layout) {
     for (const auto& [name, size] : {std::pair{"block_q", block_q}, {"block_kv", block_kv}}) {
       check.between(name, "", kLeastBlock, kMostBlock, size);
@@ -158,12 +162,10 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
     rows_of_keys = rows_of(check, "key_pointers", queries, block_kv, key_pointers, blocks_of_keys);
     rows_of_queries = rows_of(check, "query_pointers", queries, block_q, query_pointers, blocks_of_queries);
   } else {
-    for (const auto& [name, array] : {std::pair{"key_pointers", key_pointers},
-                                      {"blocks_of_keys", blocks_of_keys},
-                                      {"query_pointers", query_pointers},
-                                      {"blocks_of_queries", blocks_of_queries}}) {
-      check.array(name, array, none, {DataType::S32});
-    }
+    check_empty({{"key_pointers", key_pointers},
+                 {"blocks_of_keys", blocks_of_keys},
+                 {"query_pointers", query_pointers},
+                 {"blocks_of_queries", blocks_of_queries}});
   }
   if (!check.ok()) return check.error();
   if (listed) {
@@ -176,12 +178,10 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
     if (!check.ok()) return check.error();
     check.between("bits", " words of a thread", 1, kMaxInt, static_cast<int64_t>(bits.element_count()) / 128);
   } else {
-    for (const auto& [name, array] : {std::pair{"key_blocks", key_blocks},
-                                      {"key_counts", key_counts},
-                                      {"query_blocks", query_blocks},
-                                      {"query_counts", query_counts}}) {
-      check.array(name, array, none, {DataType::S32});
-    }
+    check_empty({{"key_blocks", key_blocks},
+                 {"key_counts", key_counts},
+                 {"query_blocks", query_blocks},
+                 {"query_counts", query_counts}});
   }
   check.between("key", " tiles of all heads", 1, kMaxInt / 2, tiles(keys.tokens) * keys.heads);
   check.between("query", " tiles of all heads", 1, kMaxInt / 2, tiles(queries.tokens) * queries.heads);

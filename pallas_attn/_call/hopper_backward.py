@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call import ffi
+from pallas_attn._call.checks import fail
 from pallas_attn._call.hopper_forward import Sequences
 
 TARGET = "pallas_attn_attention_backward_sm90"
@@ -37,6 +38,21 @@ class Blocks:
     bits: jax.Array
     block_q: int
     block_kv: int
+
+
+def blocks_unsupported(block_q: int, block_kv: int) -> str | None:
+    """The reason there are no gradients over blocks of so many queries and keys, or None."""
+    if min(block_q, block_kv) < BLOCK_KV:
+        return (
+            f"takes blocks of at least {BLOCK_KV} queries and {BLOCK_KV} keys, got {block_q} and {block_kv}"
+        )
+    return None
+
+
+def check_asked(function: str, backward: str | None, reason: str | None) -> None:
+    """Refuses a config whose `backward` asks for this kernel where there is a reason that it cannot serve."""
+    if backward == "cuda" and reason is not None:
+        fail(function, "config", "backward 'tiled' or None", f"'cuda', which {reason}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -95,7 +95,7 @@ class BlockSparseCudaConfig:
     """How `implementation="cuda"` works out gradients.
 
     backward: "cuda", for blocks of at least 128 queries and 128 keys; or "tiled", the kernels of "pallas" (of "triton",
-        where Pallas has no such lowering). None takes what measured faster: "tiled", so far always.
+        where Pallas has no such lowering). None takes "tiled", which measured faster.
     """
 
     backward: Literal["cuda", "tiled"] | None = None

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call import ffi, hopper_backward, hopper_lists, sharding
-from pallas_attn._call.checks import fail
 from pallas_attn._call.hopper_forward import Sequences
 from pallas_attn._tile import low_bits, softmax
 from pallas_attn.ops.blocksparse_attention import walk
@@ -64,28 +63,18 @@ def is_slower(operands: Operands) -> bool:
 
 def backward_unsupported(operands: Operands) -> str | None:
     """Of what `unsupported` leaves: the reason the CUDA kernel cannot serve its gradients, or None."""
-    least, (block_kv, block_q) = hopper_backward.BLOCK_KV, operands.layout.sizes
-    if min(block_kv, block_q) < least:
-        return f"takes blocks of at least {least} queries and {least} keys, got {block_q} and {block_kv}"
-    return None
+    block_kv, block_q = operands.layout.sizes
+    return hopper_backward.blocks_unsupported(block_q, block_kv)
 
 
-def backward_is_slower(operands: Operands) -> bool:
-    """Whether the tiled kernels are as fast, or nothing is known: so it is of all calls yet."""
-    return True
-
-
-def takes_backward(operands: Operands, config: BlockSparseCudaConfig | None) -> bool:
-    """Whose gradients are, where the forward pass is the CUDA kernel's: as `flash_attention` has it."""
-    if config is not None and config.backward is not None:
-        return config.backward == "cuda"
-    return backward_unsupported(operands) is None and not backward_is_slower(operands)
+def takes_backward(config: BlockSparseCudaConfig | None) -> bool:
+    """Whose gradients are, where the forward pass is the CUDA kernel's: the tiled kernels measured faster, and have
+    them where the caller does not ask for this one."""
+    return config is not None and config.backward == "cuda"
 
 
 def check(operands: Operands, config: BlockSparseCudaConfig) -> None:
-    """Refuses a config that asks for what there is not."""
-    if config.backward == "cuda" and (reason := backward_unsupported(operands)):
-        fail("blocksparse_attention", "config", "backward 'tiled' or None", f"'cuda', which {reason}")
+    hopper_backward.check_asked("blocksparse_attention", config.backward, backward_unsupported(operands))
 
 
 def backward(operands: BackwardOperands) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -65,7 +65,7 @@ def _gradients(
         delta=found.delta.T,
         total=found.total.T,
     )
-    own = call.implementation == "cuda" and cuda.takes_backward(operands, call.config)
+    own = call.implementation == "cuda" and cuda.takes_backward(call.config)
     step = "cuda_backward" if own else "backward"
     gradients = call.run(backward, step=step, results=(f"tokens {heads} dim", KEYS, KEYS))
     return dict(zip(FLOATS, gradients, strict=True))

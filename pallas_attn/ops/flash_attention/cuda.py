@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call import hopper_backward, hopper_forward, hopper_lists, sharding
-from pallas_attn._call.checks import fail
 from pallas_attn._tile import low_bits, softmax
 from pallas_attn._tile.band import Band
 from pallas_attn.mods.operands import Mods, refused_by_cuda
@@ -67,11 +66,7 @@ def is_slower(operands: Operands) -> bool:
 
 def backward_unsupported(operands: Operands) -> str | None:
     """Of what `unsupported` leaves: the reason the CUDA kernel cannot serve its gradients, or None."""
-    least = hopper_backward.BLOCK_KV
-    if operands.mods is not None and min(operands.mods.block) < least:
-        queries, keys = operands.mods.block
-        return f"takes blocks of at least {least} queries and {least} keys, got {queries} and {keys}"
-    return None
+    return None if operands.mods is None else hopper_backward.blocks_unsupported(*operands.mods.block)
 
 
 def backward_is_slower(operands: Operands) -> bool:
@@ -92,9 +87,7 @@ def takes_backward(operands: Operands, config: FlashAttentionCudaConfig | None) 
 
 
 def check(operands: Operands, config: FlashAttentionCudaConfig) -> None:
-    """Refuses a config that asks for what there is not."""
-    if config.backward == "cuda" and (reason := backward_unsupported(operands)):
-        fail("flash_attention", "config", "backward 'tiled' or None", f"'cuda', which {reason}")
+    hopper_backward.check_asked("flash_attention", config.backward, backward_unsupported(operands))
 
 
 @functools.partial(jax.jit, static_argnames="keep")

@@ -1,5 +1,6 @@
 """What caches of a whole model have in common: every layer has pages of its own in their pools, by the same tables."""
 
+import abc
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from pallas_attn.ops.kv_cache.addressing import check_layer, every_layer, layer_
 from pallas_attn.ops.kv_cache.copying import PageIds, copied_pages, copy_rows
 
 
-class Layers:
+class Layers(abc.ABC):
     """The base of such caches, which are frozen dataclasses and pytrees with fields of these names."""
 
     shared_tables: BlockTables | Any
@@ -57,9 +58,9 @@ class Layers:
             self._checker("replace").one_of(name, name, fields)
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
+    @abc.abstractmethod
     def _by_page(self) -> Sequence[str]:
         """The fields whose first dimension is all layers' pages."""
-        raise NotImplementedError
 
     def _checker(self, method: str) -> ArgumentChecker:
         return ArgumentChecker(f"{type(self).__name__}.{method}")
