@@ -46,19 +46,31 @@ def drawn(length: int, dtype: str, shift: tuple[int, ...], dim: int = DIM) -> li
     return [jnp.asarray(x, jnp.dtype(dtype)) for x in (query, key, value, d_out)]
 
 
-def exact(query, key, value, d_out, causal: bool) -> list[np.ndarray]:
-    """Gradients of query, key, value and of a bias [1, HEADS, queries, keys], in float64."""
-    q, k, v, d_out = (np.asarray(x, np.float64).swapaxes(1, 2) for x in (query, key, value, d_out))
-    scale = q.shape[-1] ** -0.5
-    logits = q @ k.swapaxes(2, 3) * scale
+@functools.partial(jax.jit, static_argnames="causal")
+def of_a_head(query, key, value, d_out, causal: bool):
+    """Gradients of query, key, value [tokens, dim] and of a bias [queries, keys]."""
+    scale = query.shape[-1] ** -0.5
+    logits = query @ key.T * scale
     if causal:
-        logits = np.where(np.tri(*logits.shape[2:], dtype=bool), logits, -np.inf)
-    p = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    p /= p.sum(axis=-1, keepdims=True)
-    dp = d_out @ v.swapaxes(2, 3)
-    ds = p * (dp - np.sum(p * dp, axis=-1, keepdims=True))
-    of_tokens = ds @ k * scale, ds.swapaxes(2, 3) @ q * scale, p.swapaxes(2, 3) @ d_out
-    return [*(x.swapaxes(1, 2) for x in of_tokens), ds]
+        logits = jnp.where(jnp.tri(*logits.shape, dtype=bool), logits, -jnp.inf)
+    p = jax.nn.softmax(logits)
+    dp = d_out @ value.T
+    ds = p * (dp - jnp.sum(p * dp, axis=-1, keepdims=True))
+    return ds @ key * scale, ds.T @ query * scale, p.T @ d_out, ds
+
+
+def exact(arrays: list[jax.Array], causal: bool, biased: bool) -> list[np.ndarray]:
+    """Gradients of query, key, value and, if asked for, of a bias [1, HEADS, queries, keys], in float64.
+
+    By JAX, on the GPU where there is one: a host takes a minute for 4096 tokens.
+    """
+    with jax.enable_x64(True):
+        wide = [np.asarray(x, np.float64) for x in arrays]
+        heads = [of_a_head(*(x[0, :, head] for x in wide), causal)[: 3 + biased] for head in range(HEADS)]
+        return [
+            np.stack([np.asarray(x) for x in of_heads], axis=axis)[None]
+            for of_heads, axis in zip(zip(*heads, strict=True), (1, 1, 1, 0), strict=False)
+        ]
 
 
 def pulled(attention, query, key, value, d_out, bias):
@@ -96,14 +108,14 @@ def theirs(length: int, dtype: str, causal: bool, shift: tuple[int, ...], biased
     arrays = drawn(length, dtype, shift, dim)
     bias = (jnp.zeros((1, HEADS, length, length), jnp.float32),) if biased else ()
     plain = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation="xla")
-    right = exact(*arrays, causal)
+    right = exact(arrays, causal, biased)
     return arrays, bias, right, errors(pulled(plain, *arrays, bias), right)
 
 
 def errors(found, right) -> list[float]:
     return [
         float(np.linalg.norm(np.asarray(ours, np.float64) - true) / np.linalg.norm(true))
-        for ours, true in zip(found, right, strict=False)
+        for ours, true in zip(found, right, strict=True)
     ]
 
 
