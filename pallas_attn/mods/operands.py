@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call.operands import dims, operands
 from pallas_attn._tile import masking, triton
 from pallas_attn._tile.rows import Rows
 from pallas_attn.mods.bits import Bits
@@ -81,6 +82,17 @@ jax.tree_util.register_dataclass(
     data_fields=["fixed", "of_mask", "heads", "sequences", "of_queries", "of_keys", "bits"],
     meta_fields=["score", "mask", "block"],
 )
+
+
+@operands
+class WithMods:
+    """Operands of an op that takes mods."""
+
+    captured: tuple[Any, ...] | None = dims(
+        lambda self: [captured_dims(x) for x in self.captured], default=None
+    )
+    """Of the score_mod, what has gradients."""
+    mods: Mods | None = dims(lambda self: self.mods.dims(), default=None)
 
 
 def reads_pairs(program: Program, of_rows: frozenset[int] = OF_QUERIES) -> list[Step]:
