@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ from support import COMPILED, ON_GPU, unchecked
 import pallas_attn
 from pallas_attn._call import ffi
 from pallas_attn.ops.mla_decode import MLADecodeConfig, MLASchedule
-from pallas_attn.testing import cases, compare, inputs
+from pallas_attn.testing import cases, compare
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 ANY_PAGE_SIZE = ["xla", "interpret", *ON_GPU]

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import inputs
 import jax
 import jax.numpy as jnp
 import lowering
@@ -19,7 +20,7 @@ from support import COMPILED, ON_GPU, unchecked
 import pallas_attn
 from pallas_attn._call.device import Device
 from pallas_attn._tile import latent_tile
-from pallas_attn.testing import cases, compare, inputs
+from pallas_attn.testing import cases, compare
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU, CUDA]

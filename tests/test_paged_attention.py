@@ -5,6 +5,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,7 @@ from support import COMPILED, ON_GPU, unchecked
 import pallas_attn
 from pallas_attn._split import merge
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
-from pallas_attn.testing import cases, compare, inputs
+from pallas_attn.testing import cases, compare
 
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 
