@@ -80,19 +80,13 @@ def _with_gradients(implementation: Implementation, lowering: triton.Lowering) -
     return dataclasses.replace(implementation, prepare=prepare, steps=steps)
 
 
-def _check_config(operands: Operands, config: BlockSparseConfig | BlockSparseCudaConfig) -> None:
-    if isinstance(config, BlockSparseCudaConfig):
-        cuda.check(operands, config)
-    else:
-        tiles.check(operands, config)
-
-
 HOPPER = Implementation(
     blocksparse_attention_cuda,
     cuda.unsupported,
     cuda.is_slower,
     takes_config=False,
     own_config=BlockSparseCudaConfig,
+    check_config=cuda.check,
     steps={"cuda_backward": Implementation(cuda.backward, takes_config=False)},
 )
 TILED = triton.implementations(blocksparse_attention_pallas, _supports)
@@ -107,7 +101,7 @@ OP = Op(
     config=BlockSparseConfig,
     key=tiles.key,
     heuristic=tiles.default,
-    check_config=_check_config,
+    check_config=tiles.check,
     kernels=tiles.TILES,
     derivative=gradients.attend,
 )
