@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import lowering
 import numpy as np
+import op_cases
 import pytest
 import test_mla_decode as plain
 import test_mla_lowering as plain_lowering
@@ -53,10 +54,10 @@ def check_scales_that_round(case, data: inputs.LatentInputs, implementation: str
 
 
 def served_cases():
-    for case in cases.select("mla_decode", "test"):
+    for case in op_cases.of("mla_decode"):
         if case.dtype != "bfloat16":
             continue
-        if "fast" in case.tags:
+        if case.fast:
             yield from (pytest.param(case, name, id=f"{case.id}-{name}") for name in ("xla", "interpret"))
         # Beside this tile in bf16 there is no room for one in bytes.
         if dict(case.config).get("block_kv") == 128:
