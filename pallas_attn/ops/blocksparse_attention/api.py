@@ -13,6 +13,7 @@ from pallas_attn._call.checks import ArgumentChecker, is_traced
 from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
+from pallas_attn._call.options import DTYPES
 from pallas_attn._call.pools import LAYOUTS, check_pools, reaches
 from pallas_attn._call.sizes import too_wide
 from pallas_attn._tile import triton
@@ -28,8 +29,6 @@ from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
 from pallas_attn.ops.blocksparse_attention.operands import Operands
 from pallas_attn.ops.blocksparse_attention.problem import Problem
 from pallas_attn.ops.blocksparse_attention.reference import blocksparse_attention_xla
-
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "keep", "lowering"))

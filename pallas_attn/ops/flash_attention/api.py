@@ -295,10 +295,10 @@ def serve(
     group = dims["num_heads"] // dims["num_kv_heads"]
 
     if sinks is not None:
-        check.array("sinks", sinks, ("num_heads",), arguments.DTYPES)
+        check.array("sinks", sinks, ("num_heads",), options.DTYPES)
         sinks = sinks.astype(jnp.float32).reshape(-1, group)
     if bias is not None:
-        bias = arguments.pairwise(check, "bias", bias, arguments.DTYPES, group)
+        bias = arguments.pairwise(check, "bias", bias, options.DTYPES, group)
     if mask is not None:
         mask = arguments.pairwise(check, "mask", mask, (jnp.bool_,), group).astype(jnp.int8)
     queries, keys = arguments.documents(check, segment_ids, cu_q_lens, lengths or {}) or (None, None)
