@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from blocksparse_inputs import SMALL_TILES
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_attn import SparseLayout, blocksparse_attention
 from pallas_attn.ops.blocksparse_attention import builders
-from pallas_attn.testing.blocksparse import SMALL_TILES
 
 pytestmark = pytest.mark.once  # the other ops are sharded on both jax
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flash_inputs import SMALL_TILES
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_attn import FlashAttentionCudaConfig, dot_product_attention, flash_attention, mods
-from pallas_attn.testing.flash_attention import SMALL_TILES
 
 pytestmark = pytest.mark.once  # the other ops are sharded on both jax
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

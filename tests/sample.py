@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 # Every case has lengths of its own.
-LENGTHS = {"seq_lens", "lens", "kv_len", "lengths", "spare_pages", "uses"}
+LENGTHS = {"seq_lens", "lens", "kv_len", "lengths", "spare_pages", "fast"}
 
 
 def left_out_of(items: Sequence[pytest.Item]) -> list[pytest.Item]:

@@ -11,13 +11,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from blocksparse_inputs import make
 from host_build import build_stand_in
 from references.blocksparse_torch import blocksparse_attention as of_layout
 from test_block_mask import dense
 
 from pallas_attn import block_mask, mods
 from pallas_attn.testing import compare
-from pallas_attn.testing.blocksparse import PHI3_SMALL, BlockSparseCase, layout_of, make
+from pallas_attn.testing.blocksparse import PHI3_SMALL, BlockSparseCase, layout_of
 
 pytestmark = pytest.mark.once
 

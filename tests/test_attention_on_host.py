@@ -4,6 +4,7 @@ import struct
 import subprocess
 from pathlib import Path
 
+import inputs
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from host_build import build_stand_in
 from references.ragged_attention_torch import ragged_paged_attention as reference
 
-from pallas_attn.testing import compare, inputs
+from pallas_attn.testing import compare
 from pallas_attn.testing.cases import RaggedCase
 
 CACHES = (None, "float8_e4m3fn", "int8")

@@ -4,6 +4,7 @@ any width."""
 import dataclasses
 import itertools
 
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ from support import COMPILED, ON_GPU
 
 import pallas_attn
 from pallas_attn import MLADecodeConfig, PagedAttentionConfig
-from pallas_attn.testing import cases, inputs
+from pallas_attn.testing import cases
 
 IMPLEMENTATIONS = ["interpret", *ON_GPU]
 MINE = 600

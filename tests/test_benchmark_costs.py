@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 
+import blocksparse_inputs
 import costs
+import flash_inputs
 import numpy as np
 import pytest
 import roofline
@@ -187,24 +189,24 @@ def test_roofs_do_what_they_count():
     ids=lambda case: case.id,
 )
 def test_flash_attention_counts_pairs(case):
-    pairs = case.batch * case.num_heads * int(flash.visible(case).sum())
+    pairs = case.batch * case.num_heads * int(flash_inputs.visible(case).sum())
     dims = case.head_dim + (case.value_dim or case.head_dim)
     forward, both = costs.flash_attention(case), costs.flash_attention(case, gradients=True)
     assert forward.flops == 2 * pairs * dims
     assert both.flops == 7 * pairs * dims
-    arrays = flash.make(case)
+    arrays = flash_inputs.make(case)
     held = [arrays[name] for name in ("query", "key", "value", "d_out")]
     assert forward.num_bytes == sum(array.nbytes for array in held)
 
 
 @pytest.mark.parametrize(
-    "case", [blocksparse.TEST_CASES[2], blocksparse.TEST_CASES[4]], ids=lambda case: case.id
+    "case", [blocksparse_inputs.TEST_CASES[2], blocksparse_inputs.TEST_CASES[4]], ids=lambda case: case.id
 )
 def test_blocksparse_attention_counts_what_heads_see(case):
     pairs = tokens = 0
     for q_len, k_len in case.lens:
         for position in range(k_len - q_len, k_len):
-            seen = [blocksparse.visible(case, head, position) for head in range(case.num_heads)]
+            seen = [blocksparse_inputs.visible(case, head, position) for head in range(case.num_heads)]
             pairs += sum(int(one.sum()) for one in seen)
             if q_len == 1:
                 groups = np.reshape(seen, (case.num_kv_heads, case.group, -1))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from blocksparse_inputs import TEST_CASES, make, visible
 from references.blocksparse_torch import blocksparse_attention as reference
 from support import ON_GPU, unchecked
 
@@ -18,7 +19,7 @@ from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, builders, kernel, walk
 from pallas_attn.ops.blocksparse_attention.problem import Problem
 from pallas_attn.testing import compare
-from pallas_attn.testing.blocksparse import TEST_CASES, BlockSparseCase, layout_of, make, visible
+from pallas_attn.testing.blocksparse import BlockSparseCase, layout_of
 
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 

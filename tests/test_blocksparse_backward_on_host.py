@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_attention_backward_on_host as on_host
+from blocksparse_inputs import make
 from references.blocksparse_torch import blocksparse_attention, gradients
 from test_attention_backward_on_host import program as program
 
@@ -13,7 +14,7 @@ from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.blocksparse_attention import cuda
 from pallas_attn.ops.blocksparse_attention.layout import transposed
 from pallas_attn.ops.blocksparse_attention.operands import Operands
-from pallas_attn.testing.blocksparse import BlockSparseCase, layout_of, make
+from pallas_attn.testing.blocksparse import BlockSparseCase, layout_of
 
 pytestmark = pytest.mark.once
 

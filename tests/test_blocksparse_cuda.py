@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from blocksparse_inputs import make
 from lowering import H100, abstract_mesh, lower_for_gpu
 from references.blocksparse_torch import blocksparse_attention as reference
 from support import as_if_cuda
@@ -17,7 +18,7 @@ from pallas_attn._call import dispatch
 from pallas_attn._tile import triton
 from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, BlockSparseCudaConfig, builders, cuda
 from pallas_attn.testing import compare
-from pallas_attn.testing.blocksparse import PHI3_SMALL, BlockSparseCase, layout_of, make
+from pallas_attn.testing.blocksparse import PHI3_SMALL, BlockSparseCase, layout_of
 
 gpu = pytest.mark.gpu
 # Tiles that are partial at either end, sequences without queries, without keys and with fewer keys than queries, single

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from blocksparse_inputs import make
 from references.blocksparse_torch import gradients as reference
 from support import ON_GPU
 
 import pallas_attn
 from pallas_attn import LocalStride
 from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, builders
-from pallas_attn.testing.blocksparse import BlockSparseCase, layout_of, make
+from pallas_attn.testing.blocksparse import BlockSparseCase, layout_of
 
 KERNELS = ["interpret", *ON_GPU]
 # A row's error over the root mean square of its array's rows; ten to twenty times what rounding alone leaves.

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from blocksparse_inputs import SMALL_TILES
 from support import ON_GPU
 
 from pallas_attn import SparseLayout, blocksparse_attention
 from pallas_attn.ops.blocksparse_attention import builders
-from pallas_attn.testing.blocksparse import SMALL_TILES
 
 pytestmark = pytest.mark.once
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "interpret", *ON_GPU])

@@ -115,7 +115,10 @@ def test_answers_are_wrapped_on_a_terminal_alone(tiny, terminal, monkeypatch):
     out = Console(file=io.StringIO(), force_terminal=terminal, width=14, soft_wrap=True, color_system=None)
     err = Console(file=io.StringIO())
     text = "They are words of a sentence."
-    options = ChatOptions(None, None, {}, NEW, 160, {}, "float32", None, 4, 16, "gqa", None, False)
+    options = ChatOptions(
+        model=None, system=None, template={}, max_new_tokens=NEW, max_len=160, sampling={}, dtype="float32",
+        cache_dtype=None, page_size=4, prefill_chunk=16, attention="gqa", implementation=None, batch_invariant=False,
+    )  # fmt: skip
     loaded = load_gguf(tiny)
     monkeypatch.setattr(loaded.tokenizer, "decode", lambda tokens: bytes(tokens).decode())
     engine = Engine(loaded.model, max_len=160, num_rows=1)

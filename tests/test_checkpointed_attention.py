@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from blocksparse_inputs import SMALL_TILES as SMALL_BLOCKS
+from flash_inputs import SMALL_TILES
 from support import unchecked
 
 import pallas_attn
 from pallas_attn.ops.blocksparse_attention import builders
-from pallas_attn.testing.blocksparse import SMALL_TILES as SMALL_BLOCKS
-from pallas_attn.testing.flash_attention import SMALL_TILES
 
 NAMED = jax.checkpoint_policies.save_only_these_names("attention")
 

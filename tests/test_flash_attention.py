@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flash_inputs import FLASH_CASES, SMALL_TILES, make
 from jax.test_util import check_grads
 from references.flash_attention_torch import GRADIENTS
 from references.flash_attention_torch import flash_attention as reference
@@ -16,7 +17,7 @@ from support import ON_GPU
 from pallas_attn import flash_attention
 from pallas_attn.ops.flash_attention import reference as by_xla
 from pallas_attn.testing import compare
-from pallas_attn.testing.flash_attention import FLASH_CASES, SMALL_TILES, FlashCase, make
+from pallas_attn.testing.flash_attention import FlashCase
 
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 # The newest jax has the case that has everything.

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flash_inputs import SMALL_TILES
 from support import unchecked
 
 import pallas_attn
 from pallas_attn import flash_attention
-from pallas_attn.testing.flash_attention import SMALL_TILES
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "interpret"])
 

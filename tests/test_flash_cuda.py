@@ -12,6 +12,7 @@ import support
 import test_command_buffer as command_buffer
 import test_flash_attention as flash
 import test_shifted_gradients as shifted
+from flash_inputs import make
 from jax import export
 from jax.sharding import AxisType, PartitionSpec
 from lowering import H100, abstract_mesh, lower_for_four, lower_for_gpu
@@ -22,7 +23,7 @@ from pallas_attn._tile.band import Band
 from pallas_attn.ops.flash_attention import cuda, segments
 from pallas_attn.ops.flash_attention.operands import Operands, Rules
 from pallas_attn.testing import compare
-from pallas_attn.testing.flash_attention import FlashCase, make
+from pallas_attn.testing.flash_attention import FlashCase
 
 gpu = pytest.mark.gpu
 TARGET = "pallas_attn_attention_forward_sm90"

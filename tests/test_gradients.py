@@ -3,6 +3,7 @@
 import functools
 from typing import Literal
 
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import pallas_attn
 from pallas_attn import LocalStride
 from pallas_attn._tile.layout import to_nhd
-from pallas_attn.testing import cases, inputs
+from pallas_attn.testing import cases
 
 OPTIONS = {
     "plain": {},

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from blocksparse_inputs import SMALL_TILES as SMALL_BLOCKS
+from flash_inputs import SMALL_TILES
 from support import ON_GPU
 
 from pallas_attn import blocksparse_attention, flash_attention
 from pallas_attn.ops.blocksparse_attention import builders
-from pallas_attn.testing.blocksparse import SMALL_TILES as SMALL_BLOCKS
-from pallas_attn.testing.flash_attention import SMALL_TILES
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "interpret", *ON_GPU])
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -4,6 +4,7 @@ import functools
 import re
 from typing import Any
 
+import inputs
 import jax
 import jax.numpy as jnp
 import lowering
@@ -14,7 +15,7 @@ from support import COMPILED, ON_GPU, unchecked
 
 import pallas_attn
 from pallas_attn.ops.latent_cache.kernel import _e4m3_bits
-from pallas_attn.testing import cases, inputs
+from pallas_attn.testing import cases
 
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 SCALES = ["exact", "power_of_two"]

@@ -2,6 +2,7 @@
 
 import functools
 
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ from references.ragged_attention_torch import ragged_paged_attention as referenc
 from support import unchecked
 
 import pallas_attn
-from pallas_attn.testing import cases, compare, inputs
+from pallas_attn.testing import cases, compare
 
 merge_states = unchecked(pallas_attn.merge_states)
 

@@ -8,6 +8,7 @@ what a row may see and the cache's contents are data.
 import functools
 from typing import NamedTuple
 
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 import pallas_attn
 from pallas_attn._call import ffi
 from pallas_attn.ops.mla_decode import MLASchedule
-from pallas_attn.testing import compare, inputs
+from pallas_attn.testing import compare
 
 pytestmark = pytest.mark.gpu
 

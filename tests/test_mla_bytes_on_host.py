@@ -4,6 +4,7 @@ import struct
 import subprocess
 from pathlib import Path
 
+import inputs
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from host_build import build_stand_in
 from references.mla_decode_torch import mla_decode as reference
 from references.mla_schedule_model import plain_schedule
 
-from pallas_attn.testing import compare, inputs
+from pallas_attn.testing import compare
 from pallas_attn.testing.cases import MLADecodeCase
 
 pytestmark = pytest.mark.once

@@ -4,9 +4,11 @@ import dataclasses
 import functools
 from typing import Any
 
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
+import op_cases
 import pytest
 import torch
 from references.mla_decode_torch import mla_decode as reference
@@ -15,7 +17,7 @@ from support import COMPILED, ON_GPU, unchecked
 import pallas_attn
 from pallas_attn._call import ffi
 from pallas_attn.ops.mla_decode import MLADecodeConfig, MLASchedule
-from pallas_attn.testing import cases, compare, inputs
+from pallas_attn.testing import cases, compare
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 ANY_PAGE_SIZE = ["xla", "interpret", *ON_GPU]
@@ -23,9 +25,9 @@ IMPLEMENTATIONS = [*ANY_PAGE_SIZE, CUDA]
 
 
 def served_cases():
-    for case in cases.select("mla_decode", "test"):
+    for case in op_cases.of("mla_decode"):
         # The newest jax has those that touch everything once: all cases are lowered on both.
-        marks = [] if "fast" in case.tags else [pytest.mark.once]
+        marks = [] if case.fast else [pytest.mark.once]
         yield from (
             pytest.param(case, name, id=f"{case.id}-{name}", marks=marks) for name in ("xla", "interpret")
         )

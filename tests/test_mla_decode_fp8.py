@@ -4,10 +4,12 @@ import dataclasses
 import functools
 from typing import Any
 
+import inputs
 import jax
 import jax.numpy as jnp
 import lowering
 import numpy as np
+import op_cases
 import pytest
 import test_mla_decode as plain
 import test_mla_lowering as plain_lowering
@@ -19,7 +21,7 @@ from support import COMPILED, ON_GPU, unchecked
 import pallas_attn
 from pallas_attn._call.device import Device
 from pallas_attn._tile import latent_tile
-from pallas_attn.testing import cases, compare, inputs
+from pallas_attn.testing import cases, compare
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU, CUDA]
@@ -52,10 +54,10 @@ def check_scales_that_round(case, data: inputs.LatentInputs, implementation: str
 
 
 def served_cases():
-    for case in cases.select("mla_decode", "test"):
+    for case in op_cases.of("mla_decode"):
         if case.dtype != "bfloat16":
             continue
-        if "fast" in case.tags:
+        if case.fast:
             yield from (pytest.param(case, name, id=f"{case.id}-{name}") for name in ("xla", "interpret"))
         # Beside this tile in bf16 there is no room for one in bytes.
         if dict(case.config).get("block_kv") == 128:

@@ -2,6 +2,7 @@
 
 import functools
 
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,6 @@ from support import COMPILED, unchecked
 
 import pallas_attn
 from pallas_attn.ops.mla_prefill import api, projected
-from pallas_attn.testing import inputs
 
 FORMS = ("absorbed", "projected", None)
 HEADS, NOPE, VALUE, PAGE_SIZE = 3, 32, 16, 16

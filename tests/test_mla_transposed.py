@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import inputs
 import numpy as np
 import pytest
 from support import ON_GPU
@@ -12,7 +13,7 @@ from pallas_attn._call.device import Device
 from pallas_attn._split import latent_problem
 from pallas_attn.ops.mla_decode import MLADecodeConfig
 from pallas_attn.ops.mla_decode.config import heuristic, is_transposed
-from pallas_attn.testing import cases, inputs
+from pallas_attn.testing import cases
 
 IMPLEMENTATIONS = ["interpret", *ON_GPU]
 BOTH = pytest.mark.parametrize("rows", [32, 64])

@@ -2,13 +2,14 @@
 
 import dataclasses
 
+import inputs
 import numpy as np
 import pytest
 from references.mla_decode_torch import mla_decode as mla_reference
 from references.paged_attention_torch import paged_attention as reference
 
 from pallas_attn import LocalStride
-from pallas_attn.testing import cases, compare, inputs
+from pallas_attn.testing import cases, compare
 
 pytestmark = pytest.mark.control
 CASE = cases.DecodeCase((4096, 2048, 300), 4, 2, 64, 16)

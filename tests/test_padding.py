@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from blocksparse_inputs import SMALL_TILES as SMALL_BLOCKS
+from flash_inputs import SMALL_TILES
 from support import ON_GPU
 
 import pallas_attn
@@ -16,8 +18,6 @@ from pallas_attn._tile import weights
 from pallas_attn.ops.blocksparse_attention import builders
 from pallas_attn.ops.flash_attention import segments
 from pallas_attn.ops.ragged_attention import reference
-from pallas_attn.testing.blocksparse import SMALL_TILES as SMALL_BLOCKS
-from pallas_attn.testing.flash_attention import SMALL_TILES
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "interpret", *ON_GPU])
 TOKENS, LAST, HEADS, KV_HEADS, DIM = 24, 19, 4, 2, 16

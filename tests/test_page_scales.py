@@ -2,6 +2,7 @@
 
 import functools
 
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ from support import ON_GPU, unchecked
 import pallas_attn
 from pallas_attn import PagedKVCache, page_scales, write_kv
 from pallas_attn._tile import layout, quantization
-from pallas_attn.testing import cases, compare, inputs
+from pallas_attn.testing import cases, compare
 
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 SIZES = dict(page_size=4, dtype=jnp.int8, margin=1.0)

@@ -5,9 +5,11 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
+import op_cases
 import pytest
 import torch
 from references.paged_attention_torch import paged_attention as reference
@@ -16,7 +18,7 @@ from support import COMPILED, ON_GPU, unchecked
 import pallas_attn
 from pallas_attn._split import merge
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
-from pallas_attn.testing import cases, compare, inputs
+from pallas_attn.testing import cases, compare
 
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 
@@ -25,14 +27,14 @@ def served_cases() -> Iterator[Any]:
     """(case, implementation). Of cases that differ in numbers of heads, their size and the kernel's config alone,
     "xla" has one on a CPU: to plain jnp these are an array's sizes."""
     seen = set()
-    for case in cases.select("paged_attention", "test"):
+    for case in op_cases.of("paged_attention"):
         alike = dataclasses.replace(
             case, num_heads=2, num_kv_heads=1 + (case.group == 1), head_dim=64, config=()
         )
         # The newest jax has those that touch everything once: all are lowered on both, and features have tests below.
-        marks = [] if "fast" in case.tags else [pytest.mark.once]
+        marks = [] if case.fast else [pytest.mark.once]
         for implementation in ("xla", "interpret"):
-            if implementation == "interpret" or "fast" in case.tags or alike not in seen:
+            if implementation == "interpret" or case.fast or alike not in seen:
                 yield pytest.param(case, implementation, marks=marks)
         seen.add(alike)
         for implementation in COMPILED:

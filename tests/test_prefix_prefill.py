@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,7 @@ from support import ON_GPU, unchecked
 
 import pallas_attn
 from pallas_attn import RaggedAttentionConfig, RaggedTiles
-from pallas_attn.testing import cases, compare, inputs
+from pallas_attn.testing import cases, compare
 
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 CUT = RaggedAttentionConfig(

@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
+import op_cases
 import pytest
 import torch
 from references.ragged_attention_torch import ragged_paged_attention as reference
@@ -13,14 +15,14 @@ from support import ON_GPU, unchecked
 
 import pallas_attn
 from pallas_attn import RaggedAttentionConfig, RaggedTiles
-from pallas_attn.testing import cases, compare, inputs
+from pallas_attn.testing import cases, compare
 
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 CASES = [
-    case if "fast" in case.tags else pytest.param(case, marks=pytest.mark.once)
-    for case in cases.select("ragged_paged_attention", "test")
+    case if case.fast else pytest.param(case, marks=pytest.mark.once)
+    for case in op_cases.of("ragged_paged_attention")
 ]
-PLAIN = cases.select("ragged_paged_attention", "test", "fast")[0]
+PLAIN = next(case for case in op_cases.of("ragged_paged_attention") if case.fast)
 
 
 def config_of(case: cases.RaggedCase) -> RaggedAttentionConfig:

@@ -2,11 +2,12 @@
 
 import dataclasses
 
+import inputs
 import numpy as np
 import pytest
 from references.ragged_attention_torch import ragged_paged_attention as reference
 
-from pallas_attn.testing import cases, compare, inputs
+from pallas_attn.testing import cases, compare
 
 pytestmark = [pytest.mark.once, pytest.mark.control]
 SIZES = {"q_lens": (17, 1, 40), "seq_lens": (300, 129, 65)}

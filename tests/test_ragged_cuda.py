@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,6 @@ from lowering import lower_for_gpu
 import pallas_attn
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn.ops.ragged_attention import arguments, cuda
-from pallas_attn.testing import inputs
 from pallas_attn.testing.cases import RaggedCase
 
 gpu = pytest.mark.gpu

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +22,7 @@ from pallas_attn.ops.ragged_attention.blocks import CUTS, TOTAL, Lens
 from pallas_attn.ops.ragged_attention.config import heuristic
 from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.ops.ragged_attention.problem import Problem
-from pallas_attn.testing import cases, compare, inputs
+from pallas_attn.testing import cases, compare
 
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3", 132, 90)
 MIB = 1 << 20

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flash_inputs import SMALL_TILES
 from support import ON_GPU
 
 import pallas_attn
 from pallas_attn._tile import low_bits, weights
 from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, builders
-from pallas_attn.testing.flash_attention import SMALL_TILES
 
 MOST = 1.25  # times the error of jax.nn's
 HEADS, DIM = 4, 64

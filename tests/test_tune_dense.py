@@ -16,7 +16,6 @@ from pallas_attn.cli import main, tune
 from pallas_attn.ops.blocksparse_attention import api as blocksparse_api
 from pallas_attn.ops.flash_attention import api as flash_api
 from pallas_attn.tuning import errors, points, timing
-from pallas_attn.tuning import flash_attention as tuned_flash
 from pallas_attn.tuning.registry import OPS
 
 TINY = ["--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "16", "--num-seqs", "2", "--max-len", "16"]
@@ -109,7 +108,7 @@ def test_flash_attention_takes_each_kernels_own_entry(tmp_path, monkeypatch):
         return flash_api.OP.tiles(flash_api.Operands(query=query, key=key, value=key, rules=rules))
 
     near, far = config(40), config(41)
-    assert near.query == tuned_flash.FlashAttentionTiles(**sizes) != far.query
+    assert near.query == flash_api.tiles.FlashAttentionTiles(**sizes) != far.query
     assert (near.forward, near.key_value) == (far.forward, far.key_value)
 
 

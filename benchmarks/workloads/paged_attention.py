@@ -34,7 +34,7 @@ class PagedAttention(PagedWorkload):
     def cells(self) -> list[Any]:
         from pallas_attn.testing import cases
 
-        return cases.select(self.op, "benchmark")
+        return cases.cells(self.op)
 
     def options(self) -> list[Any]:
         from pallas_attn.testing import cases

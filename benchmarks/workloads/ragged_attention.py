@@ -32,7 +32,7 @@ class RaggedAttention(PagedWorkload):
     def cells(self) -> list[Any]:
         from pallas_attn.testing import cases
 
-        return cases.select(self.op, "benchmark")
+        return cases.cells(self.op)
 
     def tiny(self) -> list[Any]:
         from pallas_attn.testing import cases

@@ -72,7 +72,8 @@ class Implementation:
 
     `yields(operands)` says that a later implementation in the order of preference, if it can serve, is the faster one.
     `takes_config`: whether it has tiles that a config names.
-    `own_config`: the class of config that it takes instead of the op's.
+    `own_config`: the class of config that it takes instead of the op's; `check_config(operands, config)` raises for one
+    that cannot serve.
     `prepare(operands)`: with what this implementation adds to them: what it can.
     `steps`: what else there is to do by it, by name: gradients, of which each says for itself whether it has tiles.
     """
@@ -82,6 +83,7 @@ class Implementation:
     yields: Callable[[Any], bool] = lambda operands: False
     takes_config: bool = True
     own_config: type | None = None
+    check_config: Callable[[Any, Any], None] = lambda operands, config: None
     prepare: Callable[[Any], Any] = lambda operands: operands
     steps: Mapping[str, "Implementation"] = field(default_factory=dict)
 

@@ -68,7 +68,8 @@ class Op[O, C]:
         operands = chosen.prepare(operands)
         if given:
             configs.check_type(self.name, cast(type[Any], chosen.own_config or self.config), config)
-            self.check_config(operands, config)
+            check = chosen.check_config if chosen.own_config else self.check_config
+            check(operands, config)
         call = Call(self, name, config)
         return call.run(operands) if self.derivative is None else self.derivative(call, operands)
 

@@ -20,6 +20,7 @@ from pallas_attn._call.checks import (
 from pallas_attn._call.pools import PoolShape, is_quantized
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+"""Of queries, and of keys and values that are not quantised."""
 # Kernels flush below 2**-126 to 0, and so a logit divided by its cap: with this cap, logits below 1e-8.
 MOST_SOFTCAP = 1e30
 

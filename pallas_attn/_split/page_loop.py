@@ -20,6 +20,7 @@ from pallas_attn._call.pools import PoolShape, Which, is_quantized
 from pallas_attn._call.sizes import ceil_div
 from pallas_attn._tile import masking, softmax, triton
 from pallas_attn._tile.layout import to_nhd
+from pallas_attn._tile.walk import Seen
 
 TILE_TOKENS = 256
 
@@ -56,6 +57,8 @@ class Sequences(NamedTuple):
     """[num_seqs]: first token that any query sees."""
     others: Any
     """A pytree of an op's own."""
+    left: Seen | None = None
+    """[num_seqs]: what a mask_mod leaves of each; None: all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,13 @@ class Rule(ABC):
     pool: PoolShape
     layout: str
     value_dim: int
+    q_len: int
+    """Query tokens of a sequence."""
+
+    def by_row(self, per_head: jax.Array) -> jax.Array:
+        """[num_heads] -> [num_kv_heads, rows, 1]"""
+        per_token = jnp.broadcast_to(per_head, (1, self.q_len, *per_head.shape))
+        return pack(per_token, self.pool.num_kv_heads)[0, ..., None]
 
     def floats(self, tile: jax.Array) -> jax.Array:
         """Pages of a pool as float32, [..., dim]."""
@@ -205,6 +215,8 @@ def _page_tile(rule: Rule, of: Sequences, i: jax.Array) -> PageTile:
     pages = of.tables.at[:, columns].get(mode="fill", fill_value=-1)
     position = i * tokens + jnp.arange(tokens)
     held = masking.within(position, of.lengths[:, None]) & (position >= of.seen_from[:, None])
+    if of.left is not None:
+        held &= Seen(*(x[:, None] for x in of.left)).among(position)
     held = rule.held(of, position, held)
     usable = jnp.repeat(masking.usable_pages(pages, rule.pool.num_pages), rule.pool.page_size, axis=1)
     pages = jnp.clip(pages, 0, rule.pool.num_pages - 1)

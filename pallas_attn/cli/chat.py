@@ -8,7 +8,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,7 +19,8 @@ from pallas_attn.models import Engine, LoadedModel, Sampling
 from pallas_attn.models.detokenizer import Detokenizer
 from pallas_attn.models.stopping import Held
 
-from .generate import load, sampling_of
+from .generate import sampling_of
+from .model import ModelOptions, engine_of, load
 from .wrap import Wrapped
 
 # Tokens a step: a terminal wants them one by one, a GPU several at a time.
@@ -31,23 +31,15 @@ _HELP = (
 _COMMAND = re.compile(r"/[a-z]+")
 
 
-@dataclasses.dataclass(frozen=True)
-class ChatOptions:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatOptions(ModelOptions):
     """The command's options, by their names on the command line."""
 
-    model: Path | None
     system: str | None
-    template: dict[str, Any]
     max_new_tokens: int
     max_len: int
     sampling: dict[str, Any]
-    dtype: str
-    cache_dtype: str | None
-    page_size: int
     prefill_chunk: int
-    attention: Any
-    implementation: str | None
-    batch_invariant: bool
 
 
 def run_chat(options: ChatOptions) -> int:
@@ -67,17 +59,8 @@ def run_chat(options: ChatOptions) -> int:
     loaded = load(err, options)
     # A model without a chat template is refused now, not after the first question.
     loaded.tokenizer.apply_chat_template([{"role": "user", "content": "?"}], **options.template)
-    engine = Engine(
-        loaded.model,
-        max_len=min(options.max_len, loaded.model.config.context_length),
-        num_rows=1,
-        page_size=options.page_size,
-        step_tokens=options.prefill_chunk,
-        burst=_BURST,
-        cache_dtype=options.cache_dtype,
-        stop_token_ids=loaded.tokenizer.stop_token_ids,
-        tokenizer=loaded.tokenizer,
-    )
+    sizes = dict(max_len=options.max_len, num_rows=1, step_tokens=options.prefill_chunk, burst=_BURST)
+    engine = engine_of(loaded, options, **sizes)
     sampling = sampling_of(loaded.sampling, options.sampling)
     with err.status("compiling"):
         engine.compile(sampling)

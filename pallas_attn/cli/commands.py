@@ -37,6 +37,7 @@ from .options import (
     TopKOption,
     TopPOption,
     collected,
+    switch,
     template_variables,
 )
 from .serve_command import serving
@@ -80,13 +81,7 @@ def _print_version(wanted: bool) -> bool:
 def options_of_all(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version",
-            metavar="",
-            is_eager=True,
-            callback=_print_version,
-            help="Print the version and exit.",
-        ),
+        switch("--version", "Print the version and exit.", is_eager=True, callback=_print_version),
     ] = False,
 ) -> None:
     pass
@@ -137,10 +132,7 @@ def generate(
     system: Annotated[str | None, typer.Option(help="What the model is told before each prompt.")] = None,
     template: TemplateOption = None,
     raw: Annotated[
-        bool,
-        typer.Option(
-            "--raw", metavar="", help="Continue the prompt as it stands, without the chat template."
-        ),
+        bool, switch("--raw", "Continue the prompt as it stands, without the chat template.")
     ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Most new tokens per prompt.")] = 64,
     temperature: TemperatureOption = None,
@@ -174,10 +166,9 @@ def generate(
     batch_invariant: BatchInvariantOption = False,
     check: Annotated[
         bool,
-        typer.Option(
+        switch(
             "--check",
-            metavar="",
-            help="Also run the prompts, as one batch, through transformers and compare tokens and logits.",
+            "Also run the prompts, as one batch, through transformers and compare tokens and logits.",
         ),
     ] = False,
 ) -> int:

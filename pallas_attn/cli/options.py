@@ -15,21 +15,18 @@ with needs_extra("models", user="every command of pallas-attn but doctor"):
 
 # What `Sampling` has of a command's arguments.
 SAMPLING = (
-    *(
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-    ),
-    *("seed", "stop", "n"),
+    *("temperature", "top_k", "top_p", "min_p", "seed", "stop", "n"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def switch(name: str, help: str, **options: Any) -> Any:
+    """An option that takes no value."""
+    return typer.Option(name, metavar="", help=help, **options)
 
 
 def taken(command: str, defaults: Mapping[str, Any], given: Mapping[str, Any], by: str) -> dict[str, Any]:
@@ -98,36 +95,26 @@ ModelOption = Annotated[
         show_default="SmolLM2 from its wheel",
     ),
 ]
-_ASKED = "what the model's generation_config.json asks for, else {}"
+
+
+def _asked(help: str, otherwise: Any) -> Any:
+    """An option without which the model's own wish counts."""
+    shown = f"what the model's generation_config.json asks for, else {otherwise}"
+    return typer.Option(help=help, show_default=shown)
+
+
 TemperatureOption = Annotated[
-    float | None,
-    typer.Option(
-        help="0 takes the likeliest token; higher samples more boldly.", show_default=_ASKED.format(0)
-    ),
+    float | None, _asked("0 takes the likeliest token; higher samples more boldly.", 0)
 ]
-TopKOption = Annotated[
-    int | None,
-    typer.Option(help="Sample among so many of the likeliest tokens.", show_default=_ASKED.format("all")),
-]
+TopKOption = Annotated[int | None, _asked("Sample among so many of the likeliest tokens.", "all")]
 TopPOption = Annotated[
-    float | None,
-    typer.Option(
-        help="Sample among the likeliest tokens that together reach this probability.",
-        show_default=_ASKED.format(1),
-    ),
+    float | None, _asked("Sample among the likeliest tokens that together reach this probability.", 1)
 ]
 MinPOption = Annotated[
-    float | None,
-    typer.Option(
-        help="Leave out what is less probable than the likeliest token by this factor.",
-        show_default=_ASKED.format(0),
-    ),
+    float | None, _asked("Leave out what is less probable than the likeliest token by this factor.", 0)
 ]
 RepetitionPenaltyOption = Annotated[
-    float | None,
-    typer.Option(
-        help="Above 1 makes tokens of the prompt and the answer less likely.", show_default=_ASKED.format(1)
-    ),
+    float | None, _asked("Above 1 makes tokens of the prompt and the answer less likely.", 1)
 ]
 PresencePenaltyOption = Annotated[
     float | None,
@@ -168,10 +155,9 @@ AttentionOption = Annotated[
 ]
 BatchInvariantOption = Annotated[
     bool,
-    typer.Option(
+    switch(
         "--batch-invariant",
-        metavar="",
-        help="Answers whose bits do not depend on what else is answered: slower, one program of a fixed size for every "
+        "Answers whose bits do not depend on what else is answered: slower, one program of a fixed size for every "
         "step (`pallas_attn.models.Engine` says more). Not on a CPU, but for --implementation interpret.",
     ),
 ]

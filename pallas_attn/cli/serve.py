@@ -4,39 +4,30 @@ import dataclasses
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
 
 from rich.console import Console
 
-from pallas_attn.models import Engine, default_model_path
+from pallas_attn.models import default_model_path
 from pallas_attn.models.hub import is_name
 from pallas_attn.serve import App, Limits, Served, Server, bound
 from pallas_attn.serve.server import is_local
 
-from .generate import load
+from .model import ModelOptions, engine_of, load
 
 
-@dataclasses.dataclass(frozen=True)
-class ServeOptions:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeOptions(ModelOptions):
     """The command's options, by their names on the command line."""
 
-    model: Path | None
     served_name: str | None
     host: str
     port: int
     api_key: str | None
-    template: dict[str, Any]
     max_len: int
     num_rows: int
     num_pages: int | None
-    page_size: int
     step_tokens: int
     burst: int
-    dtype: str
-    cache_dtype: str | None
-    attention: Literal["gqa", "mla"]
-    implementation: str | None
-    batch_invariant: bool
     limits: Limits
     access_log: bool
 
@@ -54,17 +45,14 @@ def run_serve(options: ServeOptions) -> int:
         err.print(f"warning: whoever reaches {options.host} may use the model: --api-key asks them for a key")
     err.print("loading the model")
     loaded = load(err, options)
-    engine = Engine(
-        loaded.model,
-        max_len=min(options.max_len, loaded.model.config.context_length),
+    engine = engine_of(
+        loaded,
+        options,
+        max_len=options.max_len,
         num_rows=options.num_rows,
         num_pages=options.num_pages,
-        page_size=options.page_size,
         step_tokens=max(options.step_tokens, options.num_rows),
         burst=options.burst,
-        cache_dtype=options.cache_dtype,
-        stop_token_ids=loaded.tokenizer.stop_token_ids,
-        tokenizer=loaded.tokenizer,
     )
     served = Served(
         options.served_name or _name(options.model),

@@ -24,6 +24,7 @@ from .options import (
     PageSizeOption,
     TemplateOption,
     collected,
+    switch,
     template_variables,
 )
 
@@ -106,7 +107,7 @@ def serve(
     attention: AttentionOption = Attending.gqa,
     implementation: ImplementationOption = None,
     batch_invariant: BatchInvariantOption = False,
-    access_log: Annotated[bool, typer.Option("--access-log", metavar="", help="Log each request.")] = False,
+    access_log: Annotated[bool, switch("--access-log", "Log each request.")] = False,
     max_waiting: Annotated[
         int, _limit("Answers that wait while all rows are taken; more are refused (503).", min=0)
     ] = 256,

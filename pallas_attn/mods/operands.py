@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call.operands import dims, operands
 from pallas_attn._tile import masking, triton
 from pallas_attn._tile.rows import Rows
 from pallas_attn.mods.bits import Bits
@@ -81,6 +82,17 @@ jax.tree_util.register_dataclass(
     data_fields=["fixed", "of_mask", "heads", "sequences", "of_queries", "of_keys", "bits"],
     meta_fields=["score", "mask", "block"],
 )
+
+
+@operands
+class WithMods:
+    """Operands of an op that takes mods."""
+
+    captured: tuple[Any, ...] | None = dims(
+        lambda self: [captured_dims(x) for x in self.captured], default=None
+    )
+    """Of the score_mod, what has gradients."""
+    mods: Mods | None = dims(lambda self: self.mods.dims(), default=None)
 
 
 def reads_pairs(program: Program, of_rows: frozenset[int] = OF_QUERIES) -> list[Step]:
@@ -185,12 +197,27 @@ def over_rows(
     return tile(refs, captured, refs.score, from_refs, spread_tile(rows_first, OF_ROWS)).given(known)
 
 
-def over_arrays(mods: Mods | None, captured: Any, known: Mapping[int, Any], length: int) -> Tile:
-    """In a reference over pages: of `known` numbers that broadcast, with queries among `length` tokens."""
+def over_arrays(
+    mods: Mods | None,
+    captured: Any,
+    query_at: jax.Array,
+    by_row: Callable[[jax.Array], jax.Array],
+    position: jax.Array,
+    length: int,
+    sequences: jax.Array | None = None,
+) -> Tile:
+    """In a reference over pages: for rows whose queries are at `query_at` [num_seqs, 1, rows, 1], and keys at
+    `position`, among `length` tokens. `by_row` makes of numbers of heads those of rows; `sequences` are the numbers
+    [num_seqs] of what counts as one, where they are not those of the mods."""
     if mods is None:
         return NOTHING
-    known = {**known, QUERY: jnp.clip(known[QUERY], 0, length - 1)}
-    return tile(mods, captured, mods.score, from_arrays, as_it_is).given(known)
+    known = {QUERY: jnp.clip(query_at, 0, length - 1)}
+    sequences = mods.sequences if sequences is None else sequences
+    if sequences is not None:
+        known[BATCH] = sequences[:, None, None, None]
+    if mods.heads is not None:
+        known[HEAD] = by_row(mods.heads)
+    return tile(mods, captured, mods.score, from_arrays, as_it_is).given(known).at(KEY, position, length)
 
 
 def has_score(mods: Mods | None) -> bool:

@@ -13,10 +13,10 @@ from pallas_attn import PagedKVCache, paged_attention, ragged_paged_attention
 from pallas_attn._call import dispatch
 from pallas_attn._call import options as tile_options
 from pallas_attn._call.checks import ArgumentChecker, is_array, is_number, is_traced, shown
+from pallas_attn._call.options import DTYPES
 from pallas_attn._call.pools import is_quantized, pool_shape
 from pallas_attn._types import Implementation
 from pallas_attn.ops.kv_cache.addressing import check_layer
-from pallas_attn.ops.kv_cache.api import DTYPES
 
 from ._new_tokens import NewTokens, is_ragged
 

@@ -12,11 +12,11 @@ from pallas_attn._call import partition
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.operands import dims, operands
 from pallas_attn._call.optional import needs_extra
+from pallas_attn._call.options import DTYPES
 from pallas_attn._call.sharding import placed_like
 from pallas_attn._tile.masking import usable_pages
 from pallas_attn._types import Array
 from pallas_attn.ops.kv_cache.addressing import check_layer
-from pallas_attn.ops.kv_cache.api import DTYPES
 
 with needs_extra("models", user="pallas_attn.nn"):
     from flax import nnx

@@ -11,10 +11,10 @@ from pallas_attn import MLASchedule, PagedLatentCache, mla_decode, mla_prefill, 
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker, shown
 from pallas_attn._call.optional import needs_extra
+from pallas_attn._call.options import DTYPES
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, ROPE_DIM
 from pallas_attn._types import ImplementationOrCuda
 from pallas_attn.ops.kv_cache.addressing import check_layer
-from pallas_attn.ops.kv_cache.api import DTYPES
 
 with needs_extra("models", user="pallas_attn.nn"):
     from flax import nnx

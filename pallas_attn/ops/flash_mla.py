@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.device import current_device
+from pallas_attn._call.options import DTYPES
 from pallas_attn._tile.latents import BYTES, LATENT_DIM
 from pallas_attn._types import ImplementationOrCuda
-from pallas_attn.ops.mla_decode.api import DTYPES, check_call, mla_decode
+from pallas_attn.ops.mla_decode.api import check_call, mla_decode
 from pallas_attn.ops.mla_decode.schedule import (
     FIXED_OVERHEAD_BLOCKS,
     MLASchedule,

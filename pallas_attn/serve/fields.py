@@ -65,6 +65,13 @@ class Fields:
         self._left = {name: value for name, value in given.items() if value is not None}
         self._path = path
 
+    @classmethod
+    def of(cls, given: Any, path: str) -> "Fields":
+        """Those of what has to be an object, at `path`."""
+        if not isinstance(given, dict):
+            refuse(path, "an object", given)
+        return cls(given, f"{path}.")
+
     def path(self, name: str) -> str:
         return f"{self._path}{name}"
 

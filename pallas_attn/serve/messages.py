@@ -17,9 +17,7 @@ def chat_messages(given: list[Any]) -> list[dict[str, Any]]:
 
 
 def _message(given: Any, path: str) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        refuse(path, "an object", given)
-    fields = Fields(given, f"{path}.")
+    fields = Fields.of(given, path)
     role = fields.need("role", str)
     if role not in _ROLES:
         refuse(fields.path("role"), " or ".join(map(repr, _ROLES)), role)
@@ -47,9 +45,7 @@ def _text(content: Any, path: str) -> str:
     texts = []
     for index, part in enumerate(content):
         where = f"{path}[{index}]"
-        if not isinstance(part, dict):
-            refuse(where, "an object", part)
-        fields = Fields(part, f"{where}.")
+        fields = Fields.of(part, where)
         kind = fields.need("type", str)
         if kind != "text":
             refuse(f"{where}.type", '"text" (no other is served)', kind, code="unsupported_value")
@@ -59,13 +55,9 @@ def _text(content: Any, path: str) -> str:
 
 
 def _call(given: Any, path: str) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        refuse(path, "an object", given)
-    fields = Fields(given, f"{path}.")
+    fields = Fields.of(given, path)
     identity = fields.take("id", str)
-    _function_type(fields)
-    about = Fields(fields.need("function", dict), f"{path}.function.")
-    fields.finish()
+    about = _function(fields)
     name, spelled = about.need("name", str), about.take("arguments", str, default="{}")
     about.finish()
     try:
@@ -78,21 +70,21 @@ def _call(given: Any, path: str) -> dict[str, Any]:
     return call if identity is None else {"id": identity, **call}
 
 
-def _function_type(fields: Fields) -> None:
+def _function(fields: Fields) -> Fields:
+    """What a call or a tool says of its function, the last of its own fields."""
     if (kind := fields.take("type", str, default="function")) != "function":
         refuse(fields.path("type"), '"function"', kind)
+    about = Fields.of(fields.need("function", dict), fields.path("function"))
+    fields.finish()
+    return about
 
 
 def chat_tools(given: list[Any]) -> list[dict[str, Any]]:
     """Unchanged, since templates show them to the model."""
     for index, tool in enumerate(given):
         path = f"tools[{index}]"
-        if not isinstance(tool, dict):
-            refuse(path, "an object", tool)
-        fields = Fields(tool, f"{path}.")
-        _function_type(fields)
-        about = Fields(fields.need("function", dict), f"{path}.function.")
-        fields.finish()
+        fields = Fields.of(tool, path)
+        about = _function(fields)
         about.need("name", str)
         about.take("description", str)
         about.take("parameters", dict)

@@ -1,1 +1,1 @@
-"""What tests, benchmarks and tuning share: named cases, inputs that expose faults, and the comparison."""
+"""What tests, benchmarks and tuning share: named cases, and the comparison."""

@@ -24,7 +24,7 @@ class Case:
     config: fields of the kernel's config, e.g. (("num_splits", 4), ("block_kv", 32)); () is the op's own choice.
     spare_pages: columns of the block table, and pages of the pool, beyond what the lengths need.
     lengths: name of the lengths in the case's id, if any.
-    uses: tags that do not follow from the other fields.
+    fast: of the cases of tests, one of a few that together touch every part of the kernel.
     """
 
     op: ClassVar[str]
@@ -41,7 +41,7 @@ class Case:
     config: tuple[tuple[str, int], ...] = ()
     spare_pages: int = 3
     lengths: str = ""
-    uses: tuple[str, ...] = ()
+    fast: bool = False
 
     @property
     def num_seqs(self) -> int:
@@ -70,15 +70,6 @@ class Case:
 
     def _options(self) -> list[str]:
         return [f"qlen{self.q_len}"] if self.q_len > 1 else []
-
-    @property
-    def tags(self) -> frozenset[str]:
-        follow = {
-            "split": dict(self.config).get("num_splits", 1) > 1,
-            "q_len": self.q_len > 1,
-            "layout": self.layout != "NHD",
-        }
-        return frozenset(self.uses) | {tag for tag, has in follow.items() if has}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,15 +111,6 @@ class DecodeCase(Case):
         parts += [f"tree{self.tree}"] if self.tree else []
         return parts + [name for name in ("alibi", "sinks") if getattr(self, name)]
 
-    @property
-    def tags(self) -> frozenset[str]:
-        follow = {
-            "quantized": self.cache_dtype,
-            "mask": self.sliding_window or self.block_sparse or self.tree,
-            "logits": self.softcap or self.alibi or self.sinks,
-        }
-        return super().tags | {tag for tag, has in follow.items() if has}
-
 
 @dataclasses.dataclass(frozen=True)
 class MLADecodeCase(Case):
@@ -149,12 +131,6 @@ class MLADecodeCase(Case):
         parts = [f"kv{SHORT_DTYPE[self.cache_dtype]}"] if self.cache_dtype else []
         parts += [*super()._options(), *(["causal"] if self.causal else [])]
         return parts + ([f"parts{self.num_parts}"] if self.num_parts else [])
-
-    @property
-    def tags(self) -> frozenset[str]:
-        return super().tags | {
-            tag for tag, has in {"split": self.num_parts, "mask": self.causal}.items() if has
-        }
 
 
 @dataclasses.dataclass(frozen=True)

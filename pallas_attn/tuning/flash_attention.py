@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import jax
 
 from pallas_attn._tile.band import Band
-from pallas_attn.ops.flash_attention import FlashAttentionConfig, flash_attention
+from pallas_attn.ops.flash_attention import flash_attention
 from pallas_attn.ops.flash_attention.api import OP
-from pallas_attn.ops.flash_attention.config import KERNELS, FlashAttentionTiles
+from pallas_attn.ops.flash_attention.config import KERNELS
 from pallas_attn.ops.flash_attention.operands import Operands, Rules
 from pallas_attn.testing.flash_attention import FlashCase
 from pallas_attn.tuning.dense import DensePoint
@@ -56,17 +56,9 @@ class FlashAttentionPoint(DensePoint):
             rules=Rules(LAYOUT, 1.0, None, Band(None, 0, 0)),
         )
 
-    def config(self, **fields: Any) -> FlashAttentionConfig:
-        return super().config(**({self.kernel: fields} if fields else {}))
-
-    def tiles(self, fields: Fields) -> FlashAttentionTiles:
-        return getattr(self.config(**fields), self.kernel)
-
-    def chosen(self, fields: Fields) -> dict[str, Any]:
-        return {self.kernel: super().chosen(fields)}
-
-    def fields_of(self, config: dict[str, Any]) -> Fields:
-        return config.get(self.kernel, {})
+    @property
+    def part(self) -> str:
+        return self.kernel
 
     def candidates(self) -> list[Fields]:
         sides = ("block_kv", "block_q") if self.kernel == "key_value" else ("block_q", "block_kv")

@@ -81,22 +81,29 @@ class Point(abc.ABC):
             name: fact for name, fact in (self.op.key(self.abstract()) or {}).items() if name not in RANGES
         }
 
+    @property
+    def part(self) -> str | None:
+        """The field of a config that this point measures, where it is not the whole config."""
+        return None
+
     def config(self, **fields: Any) -> Any:
-        """The config of a call for which `fields` were measured."""
-        return self.op.heuristic(self.abstract(), **fields)
+        """The config of a call for which `fields`, of the point's part, were measured."""
+        return self.op.heuristic(self.abstract(), **({self.part: fields} if fields and self.part else fields))
 
     def tiles(self, fields: Fields) -> Any:
         """The part of the config that this point measures."""
-        return self.config(**fields)
+        config = self.config(**fields)
+        return config if self.part is None else getattr(config, self.part)
 
-    def chosen(self, fields: Fields) -> Fields:
+    def chosen(self, fields: Fields) -> dict[str, Any]:
         """The fields of the fastest config that an entry keeps: all that do not follow from the call."""
-        kept = dataclasses.asdict(self.tiles(fields))
-        return {name: kept[name] for name in kept if name not in ("num_splits", "split_tokens")}
+        tiles = dataclasses.asdict(self.tiles(fields))
+        kept = {name: tiles[name] for name in tiles if name not in ("num_splits", "split_tokens")}
+        return kept if self.part is None else {self.part: kept}
 
     def fields_of(self, config: dict[str, Any]) -> Fields:
         """The fields of an entry's config that apply here."""
-        return config
+        return config if self.part is None else config.get(self.part, {})
 
     @abc.abstractmethod
     def candidates(self) -> list[Fields]:

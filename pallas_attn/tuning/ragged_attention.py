@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_attn._call.device import current_device
 from pallas_attn._tile.masking import Rules
-from pallas_attn.ops.ragged_attention import RaggedAttentionConfig, RaggedTiles, ragged_paged_attention
+from pallas_attn.ops.ragged_attention import ragged_paged_attention
 from pallas_attn.ops.ragged_attention.api import OP
 from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.testing.cases import RaggedCase
@@ -60,23 +60,11 @@ class RaggedAttentionPoint(PagedPoint):
             out_dtype=jnp.dtype(case.dtype),
         )
 
-    def config(self, **fields: Any) -> RaggedAttentionConfig:
-        return super().config(**({self.launch: fields} if fields else {}))
-
     @property
-    def launch(self) -> str:
+    def part(self) -> str:
         """The launch that serves these sequences; the other is not measured. A few decoded sequences share one launch
         with all."""
         return "short" if self.case.q_len == 1 and self.config().short else "long"
-
-    def tiles(self, fields: Fields) -> RaggedTiles:
-        return getattr(self.config(**fields), self.launch)
-
-    def chosen(self, fields: Fields) -> dict[str, Any]:
-        return {self.launch: super().chosen(fields)}
-
-    def fields_of(self, config: dict[str, Any]) -> Fields:
-        return config.get(self.launch, {})
 
     def candidates(self) -> list[Fields]:
         cores = current_device().num_cores

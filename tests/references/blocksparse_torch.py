@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 import torch
+from blocksparse_inputs import BlockSparseInputs, keys_and_values, visible
 
-from pallas_attn.testing.blocksparse import BlockSparseCase, BlockSparseInputs, keys_and_values, visible
+from pallas_attn.testing.blocksparse import BlockSparseCase
 
 
 def blocksparse_attention(

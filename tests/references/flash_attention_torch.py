@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 import torch
+from flash_inputs import visible
 
-from pallas_attn.testing.flash_attention import FlashCase, visible
+from pallas_attn.testing.flash_attention import FlashCase
 
 GRADIENTS = ("query", "key", "value", "sinks", "bias")
 

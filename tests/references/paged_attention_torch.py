@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import torch
+from inputs import PagedInputs
 
 from pallas_attn.testing.cases import DecodeCase
-from pallas_attn.testing.inputs import PagedInputs
 from references import remembered
 
 

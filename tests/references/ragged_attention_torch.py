@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import torch
+from inputs import RaggedInputs
 
 from pallas_attn.testing.cases import RaggedCase
-from pallas_attn.testing.inputs import RaggedInputs
 from references import remembered
 from references.paged_attention_torch import _dequantised, _tensor
 

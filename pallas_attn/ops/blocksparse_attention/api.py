@@ -13,6 +13,7 @@ from pallas_attn._call.checks import ArgumentChecker, is_traced
 from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
+from pallas_attn._call.options import DTYPES
 from pallas_attn._call.pools import LAYOUTS, check_pools, reaches
 from pallas_attn._call.sizes import too_wide
 from pallas_attn._tile import triton
@@ -28,8 +29,6 @@ from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
 from pallas_attn.ops.blocksparse_attention.operands import Operands
 from pallas_attn.ops.blocksparse_attention.problem import Problem
 from pallas_attn.ops.blocksparse_attention.reference import blocksparse_attention_xla
-
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "keep", "lowering"))
@@ -80,19 +79,13 @@ def _with_gradients(implementation: Implementation, lowering: triton.Lowering) -
     return dataclasses.replace(implementation, prepare=prepare, steps=steps)
 
 
-def _check_config(operands: Operands, config: BlockSparseConfig | BlockSparseCudaConfig) -> None:
-    if isinstance(config, BlockSparseCudaConfig):
-        cuda.check(operands, config)
-    else:
-        tiles.check(operands, config)
-
-
 HOPPER = Implementation(
     blocksparse_attention_cuda,
     cuda.unsupported,
     cuda.is_slower,
     takes_config=False,
     own_config=BlockSparseCudaConfig,
+    check_config=cuda.check,
     steps={"cuda_backward": Implementation(cuda.backward, takes_config=False)},
 )
 TILED = triton.implementations(blocksparse_attention_pallas, _supports)
@@ -107,7 +100,7 @@ OP = Op(
     config=BlockSparseConfig,
     key=tiles.key,
     heuristic=tiles.default,
-    check_config=_check_config,
+    check_config=tiles.check,
     kernels=tiles.TILES,
     derivative=gradients.attend,
 )

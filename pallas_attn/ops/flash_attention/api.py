@@ -54,13 +54,6 @@ def _tiled(lowering: triton.Lowering) -> Implementation:
     return Implementation(gradients.padded(forward), supports, prepare=gradients.without_bits, steps=steps)
 
 
-def _check_config(operands: Operands, config: FlashAttentionConfig | FlashAttentionCudaConfig) -> None:
-    if isinstance(config, FlashAttentionCudaConfig):
-        cuda.check(operands, config)
-    else:
-        tiles.check(operands, config)
-
-
 TILED = {lowering: _tiled(lowering) for lowering in get_args(triton.Lowering)}
 OP = Op(
     name="flash_attention",
@@ -72,6 +65,7 @@ OP = Op(
             cuda.is_slower,
             takes_config=False,
             own_config=FlashAttentionCudaConfig,
+            check_config=cuda.check,
             steps={
                 **TILED[triton.first_lowering()].steps,
                 "cuda_backward": Implementation(cuda.backward, takes_config=False),
@@ -87,7 +81,7 @@ OP = Op(
     config=FlashAttentionConfig,
     key=tiles.key,
     heuristic=tiles.default,
-    check_config=_check_config,
+    check_config=tiles.check,
     kernels={kernel: (kernel,) for kernel in tiles.KERNELS},
     derivative=gradients.attend,
 )
@@ -301,10 +295,10 @@ def serve(
     group = dims["num_heads"] // dims["num_kv_heads"]
 
     if sinks is not None:
-        check.array("sinks", sinks, ("num_heads",), arguments.DTYPES)
+        check.array("sinks", sinks, ("num_heads",), options.DTYPES)
         sinks = sinks.astype(jnp.float32).reshape(-1, group)
     if bias is not None:
-        bias = arguments.pairwise(check, "bias", bias, arguments.DTYPES, group)
+        bias = arguments.pairwise(check, "bias", bias, options.DTYPES, group)
     if mask is not None:
         mask = arguments.pairwise(check, "mask", mask, (jnp.bool_,), group).astype(jnp.int8)
     queries, keys = arguments.documents(check, segment_ids, cu_q_lens, lengths or {}) or (None, None)

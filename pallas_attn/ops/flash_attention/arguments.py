@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call.checks import ArgumentChecker, check_int, shown
+from pallas_attn._call.options import DTYPES
 from pallas_attn._tile.band import Band
 from pallas_attn.mods.ready import MaskMod
 from pallas_attn.ops.flash_attention import segments
 
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 LONGEST = 2**30  # tokens; positions are int32
 
 

@@ -16,8 +16,8 @@ from pallas_attn._call.checks import (
     is_traced,
     shown,
 )
+from pallas_attn._call.options import DTYPES
 from pallas_attn._types import ImplementationOrCuda
-from pallas_attn.ops.flash_attention import arguments
 from pallas_attn.ops.flash_attention.api import serve
 
 NAME = "dot_product_attention"
@@ -165,7 +165,7 @@ def _scaled(check: ArgumentChecker, query: Any, scale: Any) -> tuple[Any, float 
         array = isinstance(scale, jax.Array | np.ndarray | np.generic) and scale.shape == ()
         if not array or not any(jnp.issubdtype(scale.dtype, kind) for kind in (jnp.floating, jnp.integer)):
             check.fail("scale", expected, shown(scale), TypeError)
-    check.dtype_among("query", query, arguments.DTYPES)
+    check.dtype_among("query", query, DTYPES)
     if is_traced(scale):
         return (query.astype(jnp.float32) * scale.astype(jnp.float32)).astype(query.dtype), 1.0
     number: Any = scale.item() if is_array(scale) else scale

@@ -7,7 +7,7 @@ from typing import Any
 from pallas_attn._call.operands import dims, operands
 from pallas_attn._tile.band import Band
 from pallas_attn._types import Array
-from pallas_attn.mods.operands import Mods, captured_dims
+from pallas_attn.mods.operands import WithMods
 from pallas_attn.ops.flash_attention.segments import Documents
 
 LSE = "seqs heads group q"
@@ -43,7 +43,7 @@ def _documents(tokens: str) -> Any:
 
 
 @operands
-class Operands:
+class Operands(WithMods):
     query: Array = dims(QUERIES)
     key: Array = dims(KEYS)
     value: Array = dims(KEYS)
@@ -55,11 +55,6 @@ class Operands:
     kv_documents: Documents | None = _documents("kv")
     padding: Array | None = dims("seqs q", default=None)
     """Queries whose lse is -inf, even where there are sinks."""
-    captured: tuple[Any, ...] | None = dims(
-        lambda self: [captured_dims(x) for x in self.captured], default=None
-    )
-    """Arrays captured by the score_mod that have gradients."""
-    mods: Mods | None = dims(lambda self: self.mods.dims(), default=None)
     rules: Rules
     checkpoint_name: str | None = None
 

@@ -9,14 +9,13 @@ from pallas_attn._call import dispatch, options
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.op import Op
 from pallas_attn._call.operands import dims_of, ready
+from pallas_attn._call.options import DTYPES
 from pallas_attn._call.pools import QUANTIZED_DTYPES, check_pools, reaches
 from pallas_attn._tile import triton
 from pallas_attn._types import Implementation, KVCache, Layout, NewKV, SlotMapping
 from pallas_attn.ops.kv_cache.kernel import write_kv_pallas
 from pallas_attn.ops.kv_cache.operands import Operands
 from pallas_attn.ops.kv_cache.reference import write_kv_xla
-
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker, fail
+from pallas_attn._call.options import DTYPES
 from pallas_attn._call.pools import (
     LAYOUTS,
     QUANTIZED_DTYPES,
@@ -29,7 +30,7 @@ from pallas_attn._types import (
     SeqLens,
 )
 from pallas_attn.ops.kv_cache.addressing import check_layer, of_layer, token_slots
-from pallas_attn.ops.kv_cache.api import DTYPES, write
+from pallas_attn.ops.kv_cache.api import write
 from pallas_attn.ops.kv_cache.layers import Layers, exportable
 
 

@@ -1,10 +1,10 @@
 """`convert_layout`: both pools of a cache in another layout."""
 
 from pallas_attn._call.checks import ArgumentChecker, fail
+from pallas_attn._call.options import DTYPES
 from pallas_attn._call.pools import LAYOUTS, QUANTIZED_DTYPES, check_pools, packing
 from pallas_attn._tile.layout import from_nhd, to_nhd
 from pallas_attn._types import KVCache, Layout
-from pallas_attn.ops.kv_cache.api import DTYPES
 
 
 def convert_layout(

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from pallas_attn._call import partition, symbolic
 from pallas_attn._call.checks import LEAST_FLOAT32, ArgumentChecker
 from pallas_attn._call.operands import dims, operands, ready
+from pallas_attn._call.options import DTYPES
 from pallas_attn._call.pools import QUANTIZED_DTYPES
 from pallas_attn._tile.quantization import largest, magnitudes, up_to_power_of_2
 from pallas_attn._types import Array
 
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MARGIN = 1.5
 # The scale of a page of zeros, from which it can grow to any useful one.
 _LEAST, _MOST_GROWTH = 2.0**-64, 2.0**126

@@ -7,11 +7,12 @@ from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
+from pallas_attn._call.options import DTYPES
 from pallas_attn._call.pools import pool_shape, reaches
 from pallas_attn._tile import triton
 from pallas_attn._tile.latents import QUERY_DIM, SCALES, Scales
 from pallas_attn._types import Implementation, KVCache, SlotMapping
-from pallas_attn.ops.latent_cache.convert import DTYPES, check_pool
+from pallas_attn.ops.latent_cache.convert import check_pool
 from pallas_attn.ops.latent_cache.kernel import write_latents_pallas
 from pallas_attn.ops.latent_cache.operands import POOL, Operands
 from pallas_attn.ops.latent_cache.reference import write_latents_xla

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.options import DTYPES
 from pallas_attn._tile.latents import BYTES, QUERY_DIM, SCALES, TOKEN_BYTES, Scales, token_width
 from pallas_attn.ops.latent_cache.format import dequantized, quantized
-
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def quantize_latents(latents: jax.Array, *, scales: Scales = "power_of_two") -> jax.Array:

@@ -11,6 +11,7 @@ from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
+from pallas_attn._call.options import DTYPES
 from pallas_attn._call.pools import serves_latents
 from pallas_attn._tile import triton
 from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
@@ -27,7 +28,6 @@ from pallas_attn.ops.mla_decode.operands import Operands
 from pallas_attn.ops.mla_decode.reference import mla_decode_xla
 from pallas_attn.ops.mla_decode.schedule import METADATA_SIZE, MLASchedule, mla_schedule
 
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 # Up to these sizes Pallas is faster on Hopper, too; tokens of all sequences with full tables.
 FEW_ROWS = 16
 FEW_SEQS = range(1, 5)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.options import DTYPES
 from pallas_attn._call.sharding import whole
 from pallas_attn._tile.latents import BYTES, FP8, QUERY_DIM, SCALES, Scales, token_width
 from pallas_attn._types import BlockTables, Dtype, FloatName, Implementation, SeqLens
-from pallas_attn.ops.kv_cache.api import DTYPES
 from pallas_attn.ops.kv_cache.layers import Layers, exportable
 from pallas_attn.ops.latent_cache import write_latents
 from pallas_attn.ops.latent_cache.reference import write_rows

@@ -1,5 +1,7 @@
 """`mla_decode` in plain jnp: works anywhere, in float32, with gradients."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -7,12 +9,18 @@ from pallas_attn._call.pools import table_tokens
 from pallas_attn._split import page_loop
 from pallas_attn._tile import masking, softmax
 from pallas_attn._tile.latents import BYTES, LATENT_DIM
-from pallas_attn._tile.walk import Seen
-from pallas_attn.mods.operands import has_mask, over_arrays
-from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY
+from pallas_attn.mods.operands import Mods, has_mask, over_arrays
 from pallas_attn.mods.seen import of_sequences
 from pallas_attn.ops.latent_cache.format import dequantized
 from pallas_attn.ops.mla_decode.operands import Operands
+
+
+class Others(NamedTuple):
+    """[num_seqs, 1, rows, 1]: where each row's query is, and where what it sees ends."""
+
+    query_at: jax.Array
+    row_end: jax.Array
+    mods: Mods | None
 
 
 class Rule(page_loop.Rule):
@@ -20,18 +28,13 @@ class Rule(page_loop.Rule):
         # Rounded to bf16 as in the kernels, which changes nothing where scales are powers of two.
         return super().floats(dequantized(tile).astype(jnp.bfloat16) if tile.dtype == BYTES else tile)
 
-    def held(self, of: page_loop.Sequences, position: jax.Array, held: jax.Array) -> jax.Array:
-        if (left := of.others["left"]) is None:
-            return held
-        return held & Seen(*(x[:, None] for x in left)).among(position)
-
     def logits(self, floats, of: page_loop.Sequences, keys, position, seen) -> jax.Array:
         logits = jnp.einsum("bhrd,bhkd->bhrk", floats.rows, keys, precision="highest")
         length = table_tokens(of.tables.shape[1], self.pool.page_size)
-        mods = over_arrays(of.others["mods"], floats.captured, of.others["known"], length)
-        mods = mods.at(KEY, position, length)
+        of_mods = of.others.mods, floats.captured, of.others.query_at
+        mods = over_arrays(*of_mods, self.by_row, position, length)
         logits = mods.masked(logits if mods.score is None else mods.score_of(logits))
-        visible = seen[:, None, None, :] & masking.within(position, of.others["row_end"])
+        visible = seen[:, None, None, :] & masking.within(position, of.others.row_end)
         return masking.apply(logits, visible)
 
 
@@ -45,24 +48,21 @@ def mla_decode_xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
     # Query token i is the sequence's token length - q_len + i, and with `causal` sees itself and what is before it.
     hidden = q_len - 1 - jnp.arange(q_len) if operands.causal else jnp.zeros(q_len, jnp.int32)
     hidden = jnp.repeat(hidden, num_heads // pool.num_kv_heads)
-    mods, left = operands.mods, None
     token = jnp.repeat(jnp.arange(q_len), num_heads // pool.num_kv_heads)
-    known = {QUERY: (lengths[:, None] - q_len + token)[:, None, :, None]}
-    if mods is not None and mods.heads is not None:
-        by_token = jnp.broadcast_to(mods.heads, (1, q_len, num_heads))
-        known[HEAD] = page_loop.pack(by_token, pool.num_kv_heads)[0, ..., None]
-    if mods is not None and mods.sequences is not None:
-        known[BATCH] = mods.sequences[:, None, None, None]
-    if mods is not None and has_mask(mods):
-        left = of_sequences(mods, seq_lens, q_len, max_len)
-    row_end = (lengths[:, None] - hidden)[:, None, :, None]
-    others = {"row_end": row_end, "mods": mods, "known": known, "left": left}
+    others = Others(
+        query_at=(lengths[:, None] - q_len + token)[:, None, :, None],
+        row_end=(lengths[:, None] - hidden)[:, None, :, None],
+        mods=operands.mods,
+    )
+    left = None
+    if operands.mods is not None and has_mask(operands.mods):
+        left = of_sequences(operands.mods, seq_lens, q_len, max_len)
     scaled = query.astype(jnp.float32) * operands.scale
     out, lse, bad = page_loop.attend(
-        Rule("mla_decode", pool, "NHD", LATENT_DIM),
+        Rule("mla_decode", pool, "NHD", LATENT_DIM, q_len),
         page_loop.Floats(page_loop.pack(scaled, pool.num_kv_heads), captured=operands.captured),
         page_loop.Pools(operands.latent_cache),
-        page_loop.Sequences(operands.block_tables, lengths, jnp.zeros_like(lengths), others),
+        page_loop.Sequences(operands.block_tables, lengths, jnp.zeros_like(lengths), others, left),
     )
     out, lse = (page_loop.unpack(x, q_len) for x in (out, lse.natural()))
     bad = (bad | (seq_lens != lengths))[:, None, None]

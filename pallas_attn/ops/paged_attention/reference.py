@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,7 @@ from pallas_attn._call.pools import table_tokens
 from pallas_attn._split import page_loop
 from pallas_attn._tile import logits, masking, quantization, softmax, tree
 from pallas_attn._tile.walk import Seen
-from pallas_attn.mods.operands import NOTHING, Mods, Tile, has_mask, over_arrays
-from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY
+from pallas_attn.mods.operands import Mods, has_mask, over_arrays
 from pallas_attn.mods.seen import of_sequences
 from pallas_attn.ops.paged_attention.operands import Operands
 
@@ -24,26 +23,16 @@ class Others(NamedTuple):
     tree_mask: jax.Array | None
     query_positions: jax.Array | None
     mods: Mods | None
-    left: Seen | None
-    """What the mask_mod leaves of each sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule(page_loop.Rule):
     rules: masking.Rules
     scale: float
-    q_len: int
     num_heads: int
     max_len: int
 
-    def by_row(self, per_head: jax.Array) -> jax.Array:
-        """[num_heads] -> [num_kv_heads, rows, 1]"""
-        per_token = jnp.broadcast_to(per_head, (1, self.q_len, self.num_heads))
-        return page_loop.pack(per_token, self.pool.num_kv_heads)[0, ..., None]
-
     def held(self, of: page_loop.Sequences, position: jax.Array, held: jax.Array) -> jax.Array:
-        if (left := of.others.left) is not None:
-            held &= Seen(*(x[:, None] for x in left)).among(position)
         if self.rules.block_sparse is None:
             return held
         # What no head keeps is skipped: its pages may belong to others.
@@ -56,20 +45,11 @@ class Rule(page_loop.Rule):
         slope = None if floats.alibi_slopes is None else self.by_row(floats.alibi_slopes)
         products = jnp.einsum("bhrd,bhkd->bhrk", floats.rows, keys, precision="highest")
         at = logits.positions(self._tree(of, position), position, of.others.query_at)
-        mods = self._mods(floats.captured, of.others, position)
+        of_mods = of.others.mods, floats.captured, of.others.query_at
+        mods = over_arrays(*of_mods, self.by_row, position, self.max_len)
         score = None if mods.score is None else mods.score_of
         tile, scale = logits.shape(products, rules, scale[:, None, None], slope, *at, score)
         return mods.masked(masking.apply(tile * scale, self._visible(of, position, seen)))
-
-    def _mods(self, captured: Any, others: Others, position: jax.Array) -> Tile:
-        if (mods := others.mods) is None:
-            return NOTHING
-        known = {QUERY: others.query_at}
-        if mods.sequences is not None:
-            known[BATCH] = mods.sequences[:, None, None, None]
-        if mods.heads is not None:
-            known[HEAD] = self.by_row(mods.heads)
-        return over_arrays(mods, captured, known, self.max_len).at(KEY, position, self.max_len)
 
     def _rules(self, of: page_loop.Sequences) -> masking.Rules:
         return self.rules.with_window(of.others.sliding_window)
@@ -108,7 +88,7 @@ def paged_attention_xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
     query, seq_lens, pool, rules = operands.query, operands.seq_lens, operands.pool, operands.rules
     _, q_len, num_heads, _ = query.shape
     max_len = table_tokens(operands.block_tables.shape[1], pool.page_size)
-    static = operands.layout, pool.head_dim, rules, operands.scale, q_len, num_heads, max_len
+    static = operands.layout, pool.head_dim, q_len, rules, operands.scale, num_heads, max_len
     rule = Rule("paged_attention", pool, *static)
     lengths = jnp.clip(seq_lens, 0, max_len)
     token = jnp.repeat(jnp.arange(q_len), num_heads // pool.num_kv_heads)
@@ -119,7 +99,6 @@ def paged_attention_xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
         tree_mask=operands.tree_mask,
         query_positions=operands.query_positions,
         mods=operands.mods,
-        left=_left(operands, max_len),
     )
     earliest = jnp.maximum(lengths - q_len, 0)
     seen_from = masking.window_start(earliest, rules.with_window(window).sliding_window)
@@ -132,7 +111,7 @@ def paged_attention_xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
         operands.captured,
     )
     pools = page_loop.Pools(operands.key_cache, operands.value_cache, key_scale, value_scale)
-    of = page_loop.Sequences(operands.block_tables, lengths, seen_from, others)
+    of = page_loop.Sequences(operands.block_tables, lengths, seen_from, others, _left(operands, max_len))
     out, lse, bad = page_loop.attend(rule, floats, pools, of)
     if operands.sinks is not None:
         sinks = jnp.where(lengths[:, None, None] > 0, rule.by_row(operands.sinks)[..., 0], -jnp.inf)

@@ -3,27 +3,21 @@
 from typing import Any
 
 from pallas_attn._call.operands import dims, operands
-from pallas_attn._call.pools import DIMS, SCALE_DIMS, PoolShape, Which, key_pool_shape
+from pallas_attn._call.pools import PoolShape, key_pool_shape
 from pallas_attn._split.problem import PagedCall
 from pallas_attn._tile.latents import LATENT_DIM
-from pallas_attn._tile.masking import Rules
 from pallas_attn._tile.walk import Seen
 from pallas_attn._types import Array
-from pallas_attn.mods.operands import Mods, captured_dims
+from pallas_attn.ops.over_pages import OverPages, cache
 
 LENGTHS = ("seq_lens", "cu_q_lens", "num_seqs", "sliding_window", "num_blocks", "cuts", "seen")
 """By which programs find their work."""
 
 
-def _cache(which: Which, **default: Any) -> Any:
-    return dims(lambda self: DIMS[self.layout][which], **default)
-
-
 @operands
-class Operands:
+class Operands(OverPages):
     query: Array = dims("tokens heads dim")
-    key_cache: Array = _cache("key")
-    value_cache: Array | None = _cache("value", default=None)
+    value_cache: Array | None = cache("value", default=None)
     """None: keys are latents, whose first elements are values."""
     block_tables: Array = dims("rows columns")
     seq_lens: Array = dims("rows")
@@ -32,12 +26,6 @@ class Operands:
     key: Array | None = dims("tokens kv_heads dim", default=None)
     """Keys of the new tokens (and `value`), where the caches hold only the tokens before them."""
     value: Array | None = dims("tokens kv_heads dim", default=None)
-    sliding_window: Array | None = dims("one", default=None)
-    """[1]; for a window that is known at run time only and so not in `rules`."""
-    alibi_slopes: Array | None = dims("heads", default=None)
-    sinks: Array | None = dims("heads", default=None)
-    k_scale: Array | None = dims(*SCALE_DIMS, default=None)
-    v_scale: Array | None = dims(*SCALE_DIMS, default=None)
     tree_mask: Array | None = dims("tokens newest", default=None)
     """int8"""
     query_positions: Array | None = dims("tokens", default=None)
@@ -49,16 +37,8 @@ class Operands:
     """Written by a launch for the next one: how many blocks of query rows that serves."""
     cuts: Array | None = dims("blocks", default=None)
     """And for the merge: into how many splits each of its own blocks is cut. Both int32."""
-    captured: tuple[Any, ...] | None = dims(
-        lambda self: [captured_dims(x) for x in self.captured], default=None
-    )
-    """Of the score_mod, what has gradients."""
-    mods: Mods | None = dims(lambda self: self.mods.dims(), default=None)
     seen: Seen | None = dims(("blocks",) * len(Seen._fields), default=None)
     """Of each block of query rows of a launch, by `Ragged.first_place`: the keys that the mask_mod leaves."""
-    layout: str
-    scale: float
-    rules: Rules
     causal: bool = True
     skip_decode: bool = False
     out_dtype: Any

@@ -7,7 +7,7 @@ outside the cache form a second cache, with pages of one token.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,7 @@ from pallas_attn._call.pools import table_tokens
 from pallas_attn._split import page_loop
 from pallas_attn._tile import logits, masking, quantization, softmax, tree
 from pallas_attn._tile.layout import moved
-from pallas_attn._tile.walk import Seen
-from pallas_attn.mods.operands import Mods, Tile, has_mask, over_arrays
-from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY
+from pallas_attn.mods.operands import Mods, has_mask, over_arrays
 from pallas_attn.mods.seen import seen as keys_left
 from pallas_attn.ops.ragged_attention.blocks import Ragged
 from pallas_attn.ops.ragged_attention.operands import Operands
@@ -49,28 +47,15 @@ class Others(NamedTuple):
     mods: Mods | None
     seq: jax.Array
     """[blocks]"""
-    left: Seen | None
-    """What the mask_mod leaves of each block."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule(page_loop.Rule):
     rules: masking.Rules
     scale: float
-    tokens: int
-    """Of a block."""
     num_heads: int
     causal: bool
     max_len: int
-
-    def by_row(self, per_head: jax.Array) -> jax.Array:
-        """[num_heads] -> [num_kv_heads, rows, 1]"""
-        per_token = jnp.broadcast_to(per_head, (1, self.tokens, self.num_heads))
-        return page_loop.pack(per_token, self.pool.num_kv_heads)[0, ..., None]
-
-    def held(self, of: page_loop.Sequences, position: jax.Array, held: jax.Array) -> jax.Array:
-        left = of.others.left
-        return held if left is None else held & Seen(*(x[:, None] for x in left)).among(position)
 
     def drafts(self, of: page_loop.Sequences, position: jax.Array) -> tree.Tree | None:
         """The tree between all rows and the keys at `position`; rows of other blocks are causal."""
@@ -95,7 +80,8 @@ class Rule(page_loop.Rule):
         products = jnp.einsum("bhrd,bhkd->bhrk", floats.rows, keys, precision="highest")
         query_at, drafts = of.others.query_at, self.drafts(of, position)
         at = logits.positions(drafts, position, query_at)
-        mods = self._mods(floats.captured, of.others, position)
+        of_mods = of.others.mods, floats.captured, query_at
+        mods = over_arrays(*of_mods, self.by_row, position, self.max_len, sequences=of.others.seq)
         score = None if mods.score is None else mods.score_of
         tile, scale = logits.shape(products, rules, self.scale * k_scale[:, None, None], slope, *at, score)
         visible = jnp.broadcast_to(seen[:, None, None, :], tile.shape)
@@ -106,12 +92,6 @@ class Rule(page_loop.Rule):
         if rules.sliding_window is not None:
             visible &= masking.in_window(*at, rules.sliding_window)
         return mods.masked(masking.apply(tile * scale, visible))
-
-    def _mods(self, captured: Any, others: Others, position: jax.Array) -> Tile:
-        known = {BATCH: others.seq[:, None, None, None], QUERY: others.query_at}
-        if others.mods is not None and others.mods.heads is not None:
-            known[HEAD] = self.by_row(others.mods.heads)
-        return over_arrays(others.mods, captured, known, self.max_len).at(KEY, position, self.max_len)
 
 
 @functools.partial(jax.jit, static_argnames="function")
@@ -185,10 +165,12 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
             newest = jnp.maximum(before + last, query_at[:, 0])
             left = keys_left(operands.mods, seq, (query_at[:, 0], newest), length, max_len)
             seen_from, ends = jnp.maximum(seen_from, left.first), jnp.minimum(ends, left.end)
-        others = Others(by_row(query_at), traced_window, drafts(before, query_at), operands.mods, seq, left)
-        return page_loop.attend(rule, floats, pools, page_loop.Sequences(tables, ends, seen_from, others))
+        others = Others(by_row(query_at), traced_window, drafts(before, query_at), operands.mods, seq)
+        return page_loop.attend(
+            rule, floats, pools, page_loop.Sequences(tables, ends, seen_from, others, left)
+        )
 
-    static = function, pool, operands.layout, operands.value_dim, rules, operands.scale, per_block, num_heads
+    static = function, pool, operands.layout, operands.value_dim, per_block, rules, operands.scale, num_heads
     rule = Rule(*static, operands.causal, max_len)
     pools = page_loop.Pools(operands.key_cache, operands.value_cache, key_scale, value_scale)
     out, lse, lost = attend(rule, floats, pools, tables[seq], held, seq_lens - blocks.q_len)

@@ -11,6 +11,7 @@ from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
+from pallas_attn._call.options import DTYPES
 from pallas_attn._call.pools import serves_latents
 from pallas_attn._tile import triton
 from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
@@ -22,7 +23,6 @@ from pallas_attn.ops.sparse_mla.kernel import sparse_mla_pallas
 from pallas_attn.ops.sparse_mla.operands import Ids, Operands
 from pallas_attn.ops.sparse_mla.reference import sparse_mla_xla
 
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 ADDRESSING = ("slots", "positions")
 type Addressing = Literal["slots", "positions"]
 
