@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_attn import mods
+from pallas_attn.mods.derivative import slope
 from pallas_attn.mods.evaluate import evaluate
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY, VARIABLES
 from pallas_attn.mods.simplify import within
@@ -83,6 +85,13 @@ def test_lengths_leave_out_what_follows_from_them():
     assert steps("score_mod", SCORES["slopes"]) == ["read", "sub", "convert", "mul", "add"]
     assert steps("score_mod", SCORES["take"]) == ["sub", "add", "read", "add"]
     assert steps("mask_mod", lambda b, h, q, k: (k < TOKENS) & (q >= k)) == ["ge"]
+
+
+def test_a_score_that_is_shifted_has_no_slope():
+    """The sum that corrects gradients of queries is then of their logits' alone."""
+    heads = jnp.ones(4)
+    for mod, results in ((mods.alibi(heads), 1), (mods.gate(heads), 2), (mods.soft_cap(5.0), 2)):
+        assert len(slope(trace("f", "score_mod", mod).program).results) == results
 
 
 def test_tracers_are_captured():
