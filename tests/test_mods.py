@@ -112,6 +112,7 @@ def test_distances_may_be_floats_from_the_beginning():
         return s - SLOPES[h] * jnp.minimum(jnp.abs(q - k), 20)
 
     found = steps(clipped)
+    assert found is not None
     assert found.count(("convert", "float32")) == 2
     assert ("sub", "int32") not in found
     assert ("min", "float32") in found
