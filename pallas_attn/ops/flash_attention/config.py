@@ -57,8 +57,8 @@ class FlashAttentionCudaConfig:
 
     backward: "cuda", for all that the forward kernel serves but block masks in blocks of fewer than 128 keys; or
         "tiled", the two kernels of "pallas" (of "triton", where Pallas has no such lowering). None takes what measured
-        faster: "cuda" for heads of 128, 192 with values of 128, and 256, without a block mask, where keys x KV heads x
-        batch is at least 2^16; else "tiled".
+        faster: "cuda" for heads of 256, and without a block mask of 128 and of 192 with values of 128, where keys x KV
+        heads x batch is at least 2^16; else "tiled".
     """
 
     backward: Literal["cuda", "tiled"] | None = None
