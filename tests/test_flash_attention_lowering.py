@@ -117,7 +117,10 @@ def test_functions_of_the_callers_are_part_of_the_kernels(name, implementation):
     forward = kernels["pallas_attn_flash_attention"]
     assert forward.stack_bytes == 0
     assert forward.ptx.count("wgmma.mma_async") == 24
-    assert forward.ptx.count("cp.async.cg") == 48
+    # Of a table half as many threads copy as many keys: its tiles are smaller.
+    assert forward.ptx.count("cp.async.cg") == (96 if name == "table" else 48)
+    # Three buffers of keys and values, whatever is read of captured arrays.
+    assert kernels["pallas_attn_flash_attention_dq"].shared_bytes > 160_000
     for kernel in kernels.values():
         assert kernel.shared_bytes <= lowering.SMEM_LIMIT[90], kernel.name
 

@@ -10,6 +10,8 @@ As arithmetic it may also be done for tiles that a loop does not reach: places m
 too. Not ld.global.nc: a kernel may be launched before the one ahead of it has written (`dependent_launch.py`).
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
@@ -18,7 +20,7 @@ from pallas_attn._lowering import private
 _REGISTERS = {2: "h", 4: "r"}  # by bytes of an element; smaller ones share a register
 
 
-def assembly(dtype: object) -> tuple[str, str] | None:
+def assembly(dtype: Any) -> tuple[str, str] | None:
     """The line and its constraints; None where there is none for elements of this type."""
     size = jnp.dtype(dtype).itemsize
     register = "f" if jnp.dtype(dtype) == jnp.float32 else _REGISTERS.get(size)

@@ -84,6 +84,11 @@ def load(
     return read(place, mask=mask, other=other, eviction_policy=eviction_policy)
 
 
+def loads_each(dtype: Any) -> bool:
+    """Whether `load_each` takes no shared memory."""
+    return each.assembly(dtype) is not None and private.pallas_takes_rules()
+
+
 def load_each(place: Any) -> jax.Array:
     """Elements at `place` of 16 or 32 bits, each loaded by the threads that need it: for tiles that are no part of an
     array, such as those of a table by distance."""
