@@ -2,16 +2,19 @@
 
     python benchmarks/masks.py                           # causal, documents, window and ALiBi at 2k, 4k and 16k
     python benchmarks/masks.py --seconds 150             # ends by then, with what there is
+    python benchmarks/masks.py --ways ours pallas cuda   # beside Pallas, and with gradients by CUDA
+    python benchmarks/masks.py --dims 64 --lengths 4096
     python benchmarks/masks.py --tiny                    # anywhere, in seconds, without torch, to try it
 
-16 heads of 128 in bf16, 16k tokens in all; forward, and forward with gradients. The block mask is given to either side,
-made before: what that takes is no part of a call. torch's function is compiled for its sizes alone (dynamic=False), and
-once for both: its forward saves what gradients need, as ours does not have to.
+16 heads of 128 in bf16, or as much of other heads, 16k tokens in all; forward, and forward with gradients. The block
+mask is given to either side, made before: what that takes is no part of a call. Ours has room for all blocks that are
+seen in part, so that on Hopper CUDA serves it, unless there is a score_mod. torch's function is compiled for its sizes
+alone (dynamic=False), and once for both: its forward saves what gradients need, as ours does not have to.
 
-How it measures: outputs and gradients of all are compared with those of the first, and one that is further apart than
-rounding is WRONG. Then they take turns, round by round, each second round in reverse; a turn is several calls, one
-behind the other. Printed are medians, and of each round's ratio to flex_attention. The last line has the geometric
-mean of all.
+How it measures: outputs and gradients of some tokens are compared with those of the first, and one that is further
+apart than rounding is WRONG. Then they take turns, round by round, each second round in reverse; a turn is several
+calls, one behind the other. Printed are medians, and of each round's ratio to flex_attention. The last line has the
+geometric mean of all.
 """
 
 import argparse
@@ -20,7 +23,7 @@ import importlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -29,11 +32,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-TOKENS, HEADS, DIM = 16384, 16, 128
+TOKENS, WIDTH, DIM = 16384, 2048, 128
 LENGTHS = (16384, 4096, 2048)
 DOCUMENTS, WINDOW = 8, 1024
+NAMES = ("causal", "documents", "window", "ALiBi")
 ERROR = 2e-2  # in norm
+COMPARED = 37
+"""Of so many tokens one, which is some in each tile."""
 CALLS, ROUNDS = 8, 5
+WAYS = {
+    "ours": (None, None),
+    "pallas": ("pallas", None),
+    "cuda": ("cuda", "cuda"),
+    "tiled": ("cuda", "tiled"),
+}
+"""Implementations, and where CUDA serves, whose gradients are."""
 
 
 class Case(NamedTuple):
@@ -66,12 +79,12 @@ class Case(NamedTuple):
         return masks.get(self.name, causal), alibi if self.name == "ALiBi" else None
 
 
-def cases(tokens: int, lengths: tuple[int, ...], heads: int, dim: int) -> Iterator[Case]:
+def cases(tokens: int, lengths: Sequence[int], heads: int, dim: int) -> Iterator[Case]:
     rng = np.random.default_rng(0)
     for length in lengths:
         cuts = np.sort(rng.choice(np.arange(1, length), DOCUMENTS - 1, replace=False))
         ids = np.searchsorted(cuts, np.arange(length), side="right").astype(np.int32)
-        for name in ("causal", "documents", "window", "ALiBi"):
+        for name in NAMES:
             yield Case(name, tokens // length, length, heads, dim, ids)
 
 
@@ -83,16 +96,27 @@ def drawn(case: Case) -> tuple[jax.Array, ...]:
     )
 
 
-def ours(case: Case, given: tuple[jax.Array, ...], implementation: Any, gradients: bool) -> Any:
+def blocks_of(case: Case) -> Any:
+    """With room for all that are seen in part."""
+    import pallas_attn
+
+    mask, _ = case.functions((jnp.asarray(case.documents), jnp.asarray(case.slopes)))
+    make = functools.partial(pallas_attn.block_mask, mask, q_len=case.length, kv_len=case.length)
+    return make(max_partial=int((make().kinds() == 1).sum()))
+
+
+def ours(
+    case: Case, blocks: Any, given: tuple[jax.Array, ...], implementation: Any, backward: Any, gradients: bool
+) -> Any:
     """jax.stages.Lowered, of the arrays and the block mask, and these."""
     import pallas_attn
 
-    mask, score = case.functions((jnp.asarray(case.documents), jnp.asarray(case.slopes)))
-    blocks = jax.jit(lambda: pallas_attn.block_mask(mask, q_len=case.length, kv_len=case.length))()
+    _, score = case.functions((jnp.asarray(case.documents), jnp.asarray(case.slopes)))
+    config = None if backward is None else pallas_attn.FlashAttentionCudaConfig(backward=backward)
 
     def attend(blocks, *given):
         return pallas_attn.flash_attention(
-            *given, block_mask=blocks, score_mod=score, implementation=implementation
+            *given, block_mask=blocks, score_mod=score, implementation=implementation, config=config
         )
 
     def both(blocks, *given):
@@ -101,6 +125,13 @@ def ours(case: Case, given: tuple[jax.Array, ...], implementation: Any, gradient
 
     given = given if gradients else given[:3]
     return jax.jit(both if gradients else attend).lower(blocks, *given), (blocks, *given)
+
+
+def ways_of(case: Case, gradients: bool, ways: Sequence[str]) -> list[str]:
+    """Those that serve, each once."""
+    if case.name == "ALiBi":
+        return [way for way in ways if WAYS[way][0] != "cuda"]
+    return [way for way in ways if gradients or WAYS[way][1] is None]
 
 
 class Torch:
@@ -131,7 +162,7 @@ class Torch:
 
     def arrays(self, result: Any) -> list[np.ndarray]:
         results = result if isinstance(result, tuple) else (result,)
-        return [x.detach().transpose(1, 2).float().cpu().numpy() for x in results]
+        return [x.detach().transpose(1, 2)[:, ::COMPARED].float().cpu().numpy() for x in results]
 
 
 class Contender(NamedTuple):
@@ -141,7 +172,7 @@ class Contender(NamedTuple):
 
 
 def as_numpy(result: Any) -> list[np.ndarray]:
-    return [np.asarray(x, np.float32) for x in jax.tree.leaves(result)]
+    return [np.asarray(x)[:, ::COMPARED].astype(np.float32) for x in jax.tree.leaves(result)]
 
 
 def apart(got: list[np.ndarray], want: list[np.ndarray]) -> float:
@@ -173,21 +204,29 @@ def race(contenders: dict[str, Contender], calls: int) -> dict[str, list[float]]
     return times
 
 
-def measured(case: Case, made: dict[bool, tuple[Future, Any]], with_torch: bool, calls: int) -> list[float]:
-    """Prints a case's lines; ratios of flex_attention's time to ours."""
+type Made = dict[bool, dict[str, tuple[Future, Any]]]
+
+
+def measured(case: Case, made: Made, with_torch: bool, calls: int) -> list[float]:
+    """Prints a case's lines; ratios of flex_attention's time to ours, or to what is there in its place."""
     peer, ratios = Torch(case, drawn(case)) if with_torch else None, []
-    for gradients, (executable, arrays) in made.items():
-        run = functools.partial(executable.result(), *arrays)
-        contenders = {"ours": Contender(run, jax.block_until_ready, as_numpy)}
+    for gradients, ways in made.items():
+        contenders = {
+            way: Contender(functools.partial(executable.result(), *arrays), jax.block_until_ready, as_numpy)
+            for way, (executable, arrays) in ways.items()
+        }
         if peer is not None:
             contenders["flex"] = Contender(peer.both if gradients else peer.forward, peer.wait, peer.arrays)
         times = race(contenders, calls)
         line = [f"{name} {statistics.median(each):.0f} us" for name, each in times.items()]
-        if len(times) == 2:
-            ratios.append(statistics.median(b / a for a, b in zip(*times.values(), strict=True)))
+        if "flex" in times and len(times) > 1:
+            first = next(iter(times.values()))
+            ratios.append(statistics.median(b / a for a, b in zip(first, times["flex"], strict=True)))
             line.append(f"{ratios[-1]:.2f}")
-        what = "both" if gradients else "forward"
-        print(f"{case.batch} x {case.length:5d} {case.name:9s} {what:7s}  {', '.join(line)}", flush=True)
+        sizes = f"{case.batch} x {case.length:5d} {case.heads} x {case.dim}"
+        print(
+            f"{sizes} {case.name:9s} {'both' if gradients else 'forward':7s}  {', '.join(line)}", flush=True
+        )
     return ratios
 
 
@@ -196,24 +235,38 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=math.inf, help="no case begins after so many")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["ours"], help="columns beside torch's")
+    parser.add_argument("--dims", nargs="+", type=int, default=[DIM], help="of a head")
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
+    parser.add_argument("--names", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--tiny", action="store_true", help="small sizes, by plain jnp, without torch")
     chosen = parser.parse_args()
     start = time.monotonic()
     baselines.search_folders()
     reason = "tiny" if chosen.tiny else baselines.torch_on_gpu()
     print(jax.devices()[0].device_kind, "jax", jax.__version__, reason or "", flush=True)
-    every = list(cases(256, (256, 128), 2, 16) if chosen.tiny else cases(TOKENS, LENGTHS, HEADS, DIM))
+    if chosen.tiny:
+        every = list(cases(256, (256, 128), 2, 16))
+    else:
+        every = [case for dim in chosen.dims for case in cases(TOKENS, chosen.lengths, WIDTH // dim, dim)]
+    every = [case for case in every if case.name in chosen.names]
     ratios = []
     with ThreadPoolExecutor() as pool:
-        made = []
-        for case in every:
-            lowered = (
-                ours(case, drawn(case), "xla" if chosen.tiny else None, both) for both in (False, True)
-            )
-            made.append(
-                {i > 0: (pool.submit(one.compile), arrays) for i, (one, arrays) in enumerate(lowered)}
-            )
-        for case, one in zip(every, made, strict=True):
+
+        def made(case: Case) -> Made:
+            blocks, given = blocks_of(case), drawn(case)
+
+            def one(way: str, gradients: bool) -> tuple[Future, Any]:
+                implementation, backward = ("xla", None) if chosen.tiny else WAYS[way]
+                lowered, arrays = ours(case, blocks, given, implementation, backward, gradients)
+                return pool.submit(lowered.compile), arrays
+
+            return {
+                gradients: {way: one(way, gradients) for way in ways_of(case, gradients, chosen.ways)}
+                for gradients in (False, True)
+            }
+
+        for case, one in [(case, made(case)) for case in every]:
             if time.monotonic() - start < chosen.seconds:
                 ratios += measured(case, one, reason is None, 1 if chosen.tiny else CALLS)
     if ratios:

@@ -29,3 +29,16 @@ def test_each_function_is_what_its_name_says():
     np.testing.assert_array_equal(found["ALiBi"], at + 1)
     np.testing.assert_array_equal(found["window"], np.minimum(at + 1, 1024))
     np.testing.assert_array_equal(found["documents"], np.bincount(case.documents)[case.documents])
+
+
+def test_ways_that_serve_have_a_column_each():
+    causal, *_, alibi = masks.cases(2048, (2048,), 4, 16)
+    assert masks.ways_of(causal, True, list(masks.WAYS)) == ["ours", "pallas", "cuda", "tiled"]
+    assert masks.ways_of(causal, False, list(masks.WAYS)) == ["ours", "pallas"]
+    assert masks.ways_of(alibi, True, list(masks.WAYS)) == ["ours", "pallas"]
+
+
+def test_block_masks_have_room_for_all_that_is_seen_in_part():
+    _, documents, *_ = masks.cases(1024, (1024,), 4, 16)
+    blocks = masks.blocks_of(documents)
+    assert len(blocks.bits.words) == (blocks.kinds() == 1).sum() > 0

@@ -1,11 +1,13 @@
 """The kernels of `flash_attention` lower for GPUs that are not there, and compile into what they should."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import lowering
 import pytest
+import triton_kernels
 
 from pallas_attn import flash_attention, mods
 from pallas_attn.testing.flash_attention import FlashCase
@@ -115,9 +117,35 @@ def test_functions_of_the_callers_are_part_of_the_kernels(name, implementation):
     forward = kernels["pallas_attn_flash_attention"]
     assert forward.stack_bytes == 0
     assert forward.ptx.count("wgmma.mma_async") == 24
-    assert forward.ptx.count("cp.async.cg") == 48
+    # Of a table half as many threads copy as many keys: its tiles are smaller.
+    assert forward.ptx.count("cp.async.cg") == (96 if name == "table" else 48)
+    # Three buffers of keys and values, whatever is read of captured arrays.
+    assert kernels["pallas_attn_flash_attention_dq"].shared_bytes > 160_000
     for kernel in kernels.values():
         assert kernel.shared_bytes <= lowering.SMEM_LIMIT[90], kernel.name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_threads_read_a_table_by_distance_themselves(dtype):
+    """Not by way of shared memory, an element at a time, nor by that of other threads; and by both lowerings."""
+
+    def call(implementation, query, table):
+        options = MODS["table"](None, None, table) | dict(implementation=implementation)
+        return flash_attention(query, query, query, **options)
+
+    arrays = jax.ShapeDtypeStruct((1, 4096, 16, 128), jnp.bfloat16), jax.ShapeDtypeStruct((16, 8191), dtype)
+    with triton_kernels.written() as written:
+        lowering.lower_for_gpu(functools.partial(call, "triton"), *arrays)
+    lowered = lowering.lower_for_gpu(functools.partial(call, "pallas"), *arrays)
+    line = f"ld.global.b{8 * jnp.dtype(dtype).itemsize} "
+    kernels = lowering.compile_kernels(lowered, 90)
+    kernels += [one.compile(lowering.USUAL_TRITON) for one in written]
+    assert len(kernels) == 2
+    for kernel in kernels:
+        # Two loops, with 32 scores a thread in each; a line that Triton writes has braces.
+        assert len(re.findall(rf"^\s*{line}%\w+,", kernel.ptx, re.MULTILINE)) == 64
+        assert "cp.async.ca" not in kernel.ptx
+        assert kernel.stack_bytes == 0
 
 
 @pytest.mark.parametrize("layout", ["BTNH", "BNTH"])

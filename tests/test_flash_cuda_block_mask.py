@@ -183,6 +183,16 @@ def test_its_gradients_are_the_cuda_kernels_where_they_are_asked_for(built):
     assert "pallas_attn_flash_attention_d" not in text
 
 
+def test_of_wide_heads_they_are_without_being_asked_for(built):
+    def loss(query, key, value, ids):
+        return over(query, key, value, ids, implementation=None).astype(jnp.float32).sum()
+
+    query = jax.ShapeDtypeStruct((4, 2048, 8, 256), jnp.bfloat16)
+    text = lower_for_gpu(jax.grad(loss, (0, 1, 2)), query, query, query, IDS).as_text()
+    assert f"@{BACKWARD}(" in text
+    assert "pallas_attn_flash_attention_d" not in text
+
+
 def test_of_smaller_blocks_than_its_tiles_they_are_not(built):
     reason = "takes blocks of at least 128 queries and 128 keys, got 128 and 64"
     with abstract_mesh(H100), pytest.raises(ValueError, match=f"'cuda', which {reason}"):

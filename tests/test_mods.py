@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_attn import mods
+from pallas_attn.mods.derivative import slope
 from pallas_attn.mods.evaluate import evaluate
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY, VARIABLES
-from pallas_attn.mods.simplify import within
+from pallas_attn.mods.simplify import in_floats, within
 from pallas_attn.mods.trace import trace
 
 TOKENS, HEADS, BATCHES = 64, 8, 2
@@ -83,6 +85,42 @@ def test_lengths_leave_out_what_follows_from_them():
     assert steps("score_mod", SCORES["slopes"]) == ["read", "sub", "convert", "mul", "add"]
     assert steps("score_mod", SCORES["take"]) == ["sub", "add", "read", "add"]
     assert steps("mask_mod", lambda b, h, q, k: (k < TOKENS) & (q >= k)) == ["ge"]
+
+
+def test_a_score_that_is_shifted_has_no_slope():
+    """The sum that corrects gradients of queries is then of their logits' alone."""
+    heads = jnp.ones(4)
+    for mod, results in ((mods.alibi(heads), 1), (mods.gate(heads), 2), (mods.soft_cap(5.0), 2)):
+        assert len(slope(trace("f", "score_mod", mod).program).results) == results
+
+
+def test_distances_may_be_floats_from_the_beginning():
+    """Where they are float32's exactly, and nothing else hangs on them."""
+
+    def steps(mod, tokens=TOKENS):
+        lengths = ((BATCH, BATCHES), (HEAD, HEADS), (QUERY, tokens), (KEY, tokens))
+        traced = trace("f", "score_mod", mod)
+        whole = within(traced.program, lengths)
+        floats = in_floats(whole, lengths)
+        at = jnp.arange(TOKENS)
+        known = dict(zip(VARIABLES, (jnp.ones(()), jnp.int32(1), jnp.int32(2), at[:, None], at), strict=True))
+        results = [evaluate(one, traced.arrays, known)[0] for one in (whole, floats)]
+        np.testing.assert_array_equal(*results)
+        return None if floats == whole else [(step.name, step.dtype) for step in floats.steps]
+
+    def clipped(s, b, h, q, k):
+        return s - SLOPES[h] * jnp.minimum(jnp.abs(q - k), 20)
+
+    found = steps(clipped)
+    assert found is not None
+    assert found.count(("convert", "float32")) == 2
+    assert ("sub", "int32") not in found
+    assert ("min", "float32") in found
+    assert steps(clipped, tokens=2**24 + 1) is not None
+    assert steps(clipped, tokens=2**24 + 2) is None
+    assert steps(SCORES["a bucket"]) is None
+    assert steps(lambda s, b, h, q, k: s + TABLE[h, q - k + 64] * (q - k)) is None
+    assert steps(lambda s, b, h, q, k: s * jnp.float32(k)) is None
 
 
 def test_tracers_are_captured():

@@ -4,6 +4,7 @@
     text     values, types, and the lines of the IR
     rules    which rule writes which primitive; a jaxpr from top to bottom
     arithmetic  shapes  memory  control    the rules
+    each     loads that threads do for themselves, for Pallas' lowering too
     module   a whole kernel as the text of a module
     stages  compiler  cache    from that text to PTX, by Triton, once for all processes
     driver   machine code of it, before XLA asks

@@ -101,9 +101,15 @@ def program_id(axis: int) -> jax.Array:
 
 
 def load(
-    place: Place, *, mask: jax.Array | None = None, other: Any = None, eviction_policy: str | None = None
+    place: Place,
+    *,
+    mask: jax.Array | None = None,
+    other: Any = None,
+    eviction_policy: str | None = None,
+    each: bool = False,
 ) -> jax.Array:
-    """Elements at `place`; where not `mask`, `other` (undefined without it), and memory is not accessed."""
+    """Elements at `place`; where not `mask`, `other` (undefined without it), and memory is not accessed. `each`: as
+    each.py says, without a mask."""
     shape = jnp.broadcast_shapes(*(i.shape for i in place.index))
     optional = [None if mask is None else jnp.broadcast_to(mask, shape)]
     optional.append(None if other is None else jnp.asarray(other, place.ref.dtype))
@@ -117,6 +123,7 @@ def load(
         masked=mask is not None,
         filled=other is not None,
         eviction_policy=eviction_policy,
+        each=each,
     )
 
 
@@ -146,7 +153,7 @@ def _(*, axis):
 
 
 @load_p.def_abstract_eval
-def _(*_, ref, shape, masked, filled, eviction_policy):
+def _(*_, ref, shape, masked, filled, eviction_policy, each):
     return ShapedArray(shape, jnp.dtype(ref.dtype))
 
 

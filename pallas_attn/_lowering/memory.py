@@ -8,10 +8,11 @@ import math
 
 import jax.numpy as jnp
 
+from pallas_attn._lowering import each
 from pallas_attn._lowering.arithmetic import binary, convert
 from pallas_attn._lowering.body import Ref
 from pallas_attn._lowering.rules import Kernel, rule
-from pallas_attn._lowering.text import Shape, Value, Writer
+from pallas_attn._lowering.text import Shape, Value, Writer, type_of
 
 POLICIES = ("evict_first", "evict_last")
 
@@ -80,6 +81,12 @@ def _(kernel: Kernel, equation, *operands):
     ref, shape, rank = params["ref"], params["shape"], len(params["ref"].shape)
     _check_stored(kernel, ref)
     pointers = _pointers(kernel, ref, operands[:rank], shape)
+    if params["each"] and (how := each.assembly(ref.dtype)):
+        line, constraints = how
+        how = f'"{line}" {{constraints = "{constraints}", packed_element = 1 : i32, pure = true}}'
+        to = type_of(shape, ref.dtype)
+        spelled = f"tt.elementwise_inline_asm {how} {pointers.name} : {pointers.type} -> {to}"
+        return write.define(spelled, shape, ref.dtype)
     rest = [write.broadcast(one, shape) for one in operands[rank:]]
     names = ", ".join(value.name for value in (pointers, *rest))
     policy = _policy(kernel, params["eviction_policy"])

@@ -49,6 +49,15 @@ class _Line(Effect):
     """Keeps JAX from dropping what has no result."""
 
 
+def in_pallas(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of one array, to one like it, which Pallas' Triton lowering writes by `rule(ctx, value)`."""
+    primitive = Primitive(name)
+    primitive.def_abstract_eval(lambda x: x)
+    if _pallas_rules is not None:
+        _pallas_rules(primitive)(rule)
+    return primitive.bind
+
+
 def line_in_pallas(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
     """A line of a kernel's, without a result, which Pallas' Triton lowering writes by `rule(ctx, *values,
     **parameters)`."""

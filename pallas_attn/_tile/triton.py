@@ -19,7 +19,7 @@ from pallas_attn import _lowering
 from pallas_attn._call import dispatch
 from pallas_attn._call.device import current_device
 from pallas_attn._call.sharding import vary, varying_axes, varying_like
-from pallas_attn._lowering import cache, compiler, dependent_launch, in_bits, private, registers
+from pallas_attn._lowering import cache, compiler, dependent_launch, each, in_bits, private, registers
 
 Lowering = Literal["pallas", "triton", "interpret"]
 
@@ -82,6 +82,20 @@ def load(
         return place.load(plgpu.load, mask=mask, other=other)
     read = _lowering.load if isinstance(place, _lowering.Place) else plgpu.load
     return read(place, mask=mask, other=other, eviction_policy=eviction_policy)
+
+
+def loads_each(dtype: Any) -> bool:
+    """Whether `load_each` takes no shared memory."""
+    return each.assembly(dtype) is not None and private.pallas_takes_rules()
+
+
+def load_each(place: Any) -> jax.Array:
+    """Elements at `place` of 16 or 32 bits, each loaded by the threads that need it: for tiles that are no part of an
+    array, such as those of a table by distance."""
+    if isinstance(place, _lowering.Place):
+        return _lowering.load(place, each=True)
+    loaded = load(place)
+    return each.each(loaded) if _compiling.get() and private.pallas_takes_rules() else loaded
 
 
 def store(

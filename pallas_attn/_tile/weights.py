@@ -118,8 +118,18 @@ class OfQueries(NamedTuple):
     """The sum over keys of its logits' gradients."""
     d_sink: jax.Array
     """Gradient of its sink's logit."""
-    blind: jax.Array
-    """Whether it sees no key: then queries, keys and values get no gradient from it, even if its cotangents are NaN."""
+
+
+def are_blind(lse: softmax.Lse, *, has_sink: bool = False) -> jax.Array:
+    """Which queries see no key: queries, keys and values get no gradient from these, even if their cotangents are
+    NaN."""
+    return (lse.maximum if has_sink else lse.rest) == -jnp.inf
+
+
+def of_seeing(d_out: jax.Array, blind: jax.Array) -> jax.Array:
+    """d_out [..., head_dim] with 0 for queries that are `blind`. Of this, not of what was given, their `product` is to
+    be: then XLA reads it, writes this and sums in one kernel."""
+    return jnp.where(blind[..., None], 0, d_out)
 
 
 def of_queries(
@@ -131,19 +141,18 @@ def of_queries(
 ) -> OfQueries:
     """`product`: the sum of d_out * out; `d_lse`: the gradient of the natural lse. A `sink`, in natural units,
     broadcasts; `scale` makes the maximum natural, which is -inf for a query that saw no key, even with a sink."""
-    nothing = lse.rest == -jnp.inf
+    nothing, blind = lse.rest == -jnp.inf, are_blind(lse, has_sink=sink is not None)
     if sink is None:
-        of_sink, blind = jnp.zeros_like(lse.rest), nothing
+        of_sink = jnp.zeros_like(lse.rest)
     else:
         # The minimum: rounding could give a large sink a weight above 1. In a row that saw nothing its weight is 0.
         above = (sink - softmax.finite(lse.maximum) * scale) * softmax.LOG2_E - softmax.finite(lse.rest)
         of_sink = jnp.where(nothing, 0.0, jnp.exp2(jnp.minimum(above, 0.0)))
-        blind = lse.maximum == -jnp.inf
     product, d_lse = jnp.where(blind, 0.0, product), jnp.where(nothing, 0.0, d_lse)
     delta = product - d_lse
     d_sink = jnp.where(nothing, 0.0, -of_sink * delta)
     total = product * of_sink + d_lse * (1.0 - of_sink)
-    return OfQueries(jnp.where(blind, 0.0, delta), jnp.where(blind, 0.0, total), d_sink, blind)
+    return OfQueries(jnp.where(blind, 0.0, delta), jnp.where(blind, 0.0, total), d_sink)
 
 
 def product(out: jax.Array, low: jax.Array | None, d_out: jax.Array) -> jax.Array:

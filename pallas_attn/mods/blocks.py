@@ -30,6 +30,8 @@ SMALLEST, LARGEST = 16, 1024  # tokens of a block
 LEAST_OF_BITS = (128, 64)
 """Queries and keys of a block whose pairs have bits."""
 LONGEST = 2**30
+OPEN = EMPTY + 1
+"""Not a kind: that of a block is not known so far."""
 SPREAD = (0.0, 0.09, 0.27, 0.38, 0.59, 0.73, 0.87, 1.0)
 """Where in a block the tokens are that are looked at first: at its ends, and at distances of many remainders."""
 
@@ -186,8 +188,8 @@ def _kinds(program: Program, arrays: tuple[jax.Array, ...], sizes: Sizes, exact:
     known = {
         BATCH: intervals.exactly(jnp.arange(batch, dtype=jnp.int32).reshape(-1, 1, 1, 1)),
         HEAD: intervals.exactly(jnp.arange(heads, dtype=jnp.int32).reshape(-1, 1, 1)),
-        QUERY: _interval(jnp.arange(rows, dtype=jnp.int32)[:, None], sizes.block_q, sizes.q_len),
-        KEY: _interval(jnp.arange(columns, dtype=jnp.int32)[None, :], sizes.block_kv, sizes.kv_len),
+        QUERY: _interval(np.arange(rows, dtype=np.int32)[:, None], sizes.block_q, sizes.q_len),
+        KEY: _interval(np.arange(columns, dtype=np.int32)[None, :], sizes.block_kv, sizes.kv_len),
     }
     (result,) = program.results
     if isinstance(result, Number):
@@ -203,20 +205,20 @@ def _kinds(program: Program, arrays: tuple[jax.Array, ...], sizes: Sizes, exact:
     kinds = jnp.broadcast_to(kinds, (batch, heads, rows, columns))
     if isinstance(result, Number) or not exact:
         return kinds
-    left = ~low & high & ~_seen_in_part(program, arrays, sizes, known, whole)
-    left = jnp.broadcast_to(left, kinds.shape)
+    kinds = jnp.where(~low & high & ~_seen_in_part(program, arrays, sizes, known, whole), OPEN, kinds)
     kinds = sharding.vary(kinds, sharding.varying_axes(kinds, arrays))
     return lax.cond(
-        jnp.any(left),
-        lambda kinds: _looked_at(program, arrays, sizes, kinds, left),
+        jnp.any(kinds == OPEN),
+        lambda kinds: _looked_at(program, arrays, sizes, kinds),
         lambda kinds: kinds,
         kinds,
     )
 
 
-def _interval(index: jax.Array, block: int, length: int) -> intervals.Interval:
-    first = index * block
-    return intervals.Interval(first, jnp.minimum(first + (block - 1), length - 1))
+def _interval(index: np.ndarray, block: int, length: int) -> intervals.Interval:
+    """A constant: a kernel less before what needs it."""
+    first = index * np.int32(block)
+    return intervals.Interval(first, np.minimum(first + np.int32(block - 1), np.int32(length - 1)))
 
 
 def _seen_in_part(
@@ -224,7 +226,7 @@ def _seen_in_part(
     arrays: tuple[jax.Array, ...],
     sizes: Sizes,
     known: dict[int, intervals.Interval],
-    whole: jax.Array,
+    whole: np.ndarray,
 ) -> jax.Array:
     """Of all blocks: whether a few of their pairs show it. It spares looking at every pair of most that intervals leave
     open."""
@@ -235,17 +237,16 @@ def _seen_in_part(
         (KEY, sizes.block_kv, np.tile(range(count), count)),
     ):
         ahead = np.round((block - 1) * np.asarray(SPREAD)[index]).astype(np.int32)
-        at[which] = jnp.minimum(known[which].low[..., None] + ahead, known[which].high[..., None])
+        at[which] = np.minimum(known[which].low[..., None] + ahead, known[which].high[..., None])
     (seen,) = evaluate(program, arrays, at)
-    return jnp.any(seen, axis=-1) & ~(jnp.all(seen, axis=-1) & whole)
+    number = jnp.sum(seen, axis=-1, dtype=jnp.int32)  # one sum, where any and all would be two
+    return (number > 0) & ~((number == count * count) & whole)
 
 
-def _looked_at(
-    program: Program, arrays: tuple[jax.Array, ...], sizes: Sizes, kinds: jax.Array, left: jax.Array
-) -> jax.Array:
-    """With those that are `left` looked at, some at a time."""
+def _looked_at(program: Program, arrays: tuple[jax.Array, ...], sizes: Sizes, kinds: jax.Array) -> jax.Array:
+    """With those that are open looked at, some at a time."""
     count = min(sizes.together, kinds.size)
-    places, counts = pairs.places_of(left, ceil_div(kinds.size, count) * count)
+    places, counts = pairs.places_of(kinds == OPEN, ceil_div(kinds.size, count) * count)
 
     def step(i: jax.Array, kinds: jax.Array) -> jax.Array:
         some = lax.dynamic_slice_in_dim(places, i * count, count)

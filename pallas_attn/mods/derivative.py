@@ -10,6 +10,8 @@ from pallas_attn.mods.operands import is_float
 from pallas_attn.mods.program import SCORE, VARIABLES, Builder, Number, Operand, Program, apply
 from pallas_attn.mods.trace import Tracer
 
+ONE = Number.of(1.0, "float32")
+
 
 class Read(NamedTuple):
     """A read of a captured array, in a score_mod, that may need a gradient."""
@@ -70,12 +72,13 @@ def derivatives(program: Program) -> Derivatives:
 
 
 def slope(program: Program) -> Program:
-    """Results: the score and its derivative by the input score."""
+    """Results: the score, and its derivative by the input score unless that is 1."""
     whole = derivatives(program).program
+    count = 1 if whole.results[1] == ONE else 2
     build = Builder()
     here: list[Operand] = list(VARIABLES)
     for step in whole.steps:
         inputs = (one if isinstance(one, Number) else here[one] for one in step.inputs)
         here.append(build.step(step.name, *inputs, dtype=step.dtype, capture=step.capture))
-    results = (one if isinstance(one, Number) else here[one] for one in whole.results[:2])
+    results = (one if isinstance(one, Number) else here[one] for one in whole.results[:count])
     return build.only(tuple(results), whole.captures)

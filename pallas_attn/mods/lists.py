@@ -35,7 +35,10 @@ def of_both_sides(kinds: jax.Array) -> tuple[Lists, Lists]:
 
 def _of_head(kinds: jax.Array) -> tuple[Lists, Lists]:
     shapes = kinds.shape, kinds.shape[::-1]
-    sides = [_placed(kinds), _placed(kinds.T)]
+    if shapes[0] == shapes[1]:  # both by the same kernels
+        sides = list(zip(*map(jnp.unstack, jax.vmap(_placed)(jnp.stack([kinds, kinds.T]))), strict=True))
+    else:
+        sides = [_placed(kinds), _placed(kinds.T)]
     place = jnp.concatenate([at.ravel() + i * kinds.size for i, (at, _, _) in enumerate(sides)])
     told = jnp.concatenate([what.reshape(-1, 2) for _, what, _ in sides])
     found = jnp.zeros_like(told).at[place].set(told, mode="promise_in_bounds", unique_indices=True)

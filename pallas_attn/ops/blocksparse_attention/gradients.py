@@ -5,7 +5,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_attn._call import derivative
 from pallas_attn._call.gradients import refuse
@@ -50,11 +49,11 @@ def _gradients(
 ) -> dict[str, Any]:
     (out, _), (d_out, d_lse) = results, cotangents
     lse = kept.lse
-    found = weights.of_queries(weights.product(out, kept.low, d_out), lse, d_lse)
     block_size, q_block_size = operands.layout.sizes
     if q_block_size > block_size:
         # A row may list only later blocks of its own positions, so that its first queries see none.
-        d_out = jnp.where(found.blind[..., None], 0, d_out)
+        d_out = weights.of_seeing(d_out, weights.are_blind(lse))
+    found = weights.of_queries(weights.product(out, kept.low, d_out), lse, d_lse)
     # A single KV head's gradient sums over all query heads, which must therefore be on one device.
     heads = "heads" if operands.pool.num_kv_heads > 1 else "all_heads"
     backward = BackwardOperands(

@@ -20,7 +20,8 @@ from pallas_attn._call.sizes import Chunk
 from pallas_attn._tile import dense, logits, low_bits, softmax, triton, weights
 from pallas_attn.mods import operands as mods
 from pallas_attn.mods.derivative import slope
-from pallas_attn.mods.program import KEY, QUERY
+from pallas_attn.mods.program import KEY, QUERY, Program
+from pallas_attn.mods.simplify import in_floats
 from pallas_attn.ops.flash_attention import scores, walk
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, FlashAttentionTiles, fitted
 from pallas_attn.ops.flash_attention.kernel import of_program, sides
@@ -178,10 +179,14 @@ def _key_value_kernel(
 
         return added(d_key, d_products, rows.query), added(d_value, shares, rows.d_out)
 
+    def of_score(score: Program) -> Program:
+        # Elsewhere a thread's pairs share distances. Here each has its own, and registers are few.
+        return in_floats(slope(score), ((QUERY, problem.q_len), (KEY, problem.kv_len)))
+
     def head(part: walk.Part, place: jax.Array, sums: tuple[Any, Any]) -> tuple[Any, Any]:
         cell = scores.Cell(batch, kv_head, place)
         transposed = rules.band.transposed()
-        of_mods = mods.over_refs(refs.mods, refs.captured, cell, of_score=slope, queries_first=False)
+        of_mods = mods.over_refs(refs.mods, refs.captured, cell, of_score=of_score, queries_first=False)
         of_mods = of_mods.at(KEY, mine.tokens, problem.kv_len)
         return walk.walk(
             mine, part, keys, queries, transposed, cell, functools.partial(step, cell, of_mods), sums

@@ -57,8 +57,8 @@ class FlashAttentionCudaConfig:
 
     backward: "cuda", for all that the forward kernel serves but block masks in blocks of fewer than 128 keys; or
         "tiled", the two kernels of "pallas" (of "triton", where Pallas has no such lowering). None takes what measured
-        faster: "cuda" for heads of 128, 192 with values of 128, and 256, without a block mask, where keys x KV heads x
-        batch is at least 2^16; else "tiled".
+        faster: "cuda" for heads of 256, and without a block mask of 128 and of 192 with values of 128, where keys x KV
+        heads x batch is at least 2^16; else "tiled".
     """
 
     backward: Literal["cuda", "tiled"] | None = None
@@ -92,8 +92,8 @@ CANDIDATES = (
     Candidates(4, 128, _Tiles(32, 32, 4, 1), _Tiles(32, 32, 4, 1), _Tiles(32, 32, 4, 1)),
     Candidates(4, 256, _Tiles(32, 16, 8, 1), _Tiles(32, 16, 8, 1), _Tiles(16, 32, 8, 1)),
 )
-# Forward, over documents, which have more edges.
-OF_DOCUMENTS = {128: _Tiles(64, 64, 4, 3)}
+# Forward, over documents, which have more edges, and where each pair of tokens has an element of a captured array.
+SMALL = {128: _Tiles(64, 64, 4, 3)}
 
 
 def key(operands: Operands) -> dict[str, Any] | None:
@@ -117,8 +117,10 @@ def key(operands: Operands) -> dict[str, Any] | None:
 def default(operands: Operands, **measured: Any) -> FlashAttentionConfig:
     """As the heuristic has it for a call at hand."""
     sizes = Problem.of(operands), operands.query.dtype.itemsize, operands.pair_bytes, current_device()
-    chosen = heuristic(*sizes, documents=operands.q_documents is not None, **measured)
-    return chosen if operands.mods is None else FlashAttentionConfig(**_within(operands.mods.block, chosen))
+    mods = operands.mods
+    small = operands.q_documents is not None or (mods is not None and mods.reads_wide_pairs)
+    chosen = heuristic(*sizes, small=small, **measured)
+    return chosen if mods is None else FlashAttentionConfig(**_within(mods.block, chosen))
 
 
 def _within(block: tuple[int, int], config: FlashAttentionConfig) -> dict[str, FlashAttentionTiles]:
@@ -149,15 +151,15 @@ def heuristic(
     pair_bytes: int,
     device: Device,
     *,
-    documents: bool = False,
+    small: bool = False,
     **measured: Any,
 ) -> FlashAttentionConfig:
     """`pair_bytes` are what bias and mask have for each query and key, `measured` fields of the config that are known
     better."""
     listed = next(one for one in CANDIDATES if one.itemsize == itemsize and problem.widest <= one.widest)
     chosen = {name: getattr(listed, name) for name in KERNELS}
-    if documents and itemsize == 2:
-        chosen["forward"] = OF_DOCUMENTS.get(problem.widest, chosen["forward"])
+    if small and itemsize == 2:
+        chosen["forward"] = SMALL.get(problem.widest, chosen["forward"])
     for name in KERNELS:
         chosen[name] = fitted(chosen[name], name, problem, itemsize, pair_bytes, device)
     chosen |= {name: dataclasses.replace(chosen[name], **fields) for name, fields in measured.items()}

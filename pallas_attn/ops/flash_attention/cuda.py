@@ -25,6 +25,8 @@ FEW_KEY_TILES = 512
 over all heads of its group."""
 WIDTHS_OF_GRADIENTS = (128, 128), (192, 128), (256, 256)
 """Of heads and values, for which they were timed and faster. Of widths in between products are padded further."""
+WIDTHS_OVER_BLOCKS = ((256, 256),)
+"""Likewise over block masks, of which all widths take three passes."""
 FEW_DOCUMENTS = 1024
 """Whose bounds are looked at whether they exist or not."""
 MOST_TILES = 2**31
@@ -70,10 +72,10 @@ def backward_unsupported(operands: Operands) -> str | None:
 
 
 def backward_is_slower(operands: Operands) -> bool:
-    """Whether the tiled kernels are as fast, as they are for narrow heads, or nothing is known, as of block masks
-    (csrc/attention/sm90/backward/README.md)."""
+    """Whether the tiled kernels are as fast, as they are for narrow heads (csrc/attention/sm90/backward/README.md)."""
     problem = Problem.of(operands)
-    if operands.mods is not None or (problem.head_dim, problem.value_dim) not in WIDTHS_OF_GRADIENTS:
+    widths = WIDTHS_OF_GRADIENTS if operands.mods is None else WIDTHS_OVER_BLOCKS
+    if (problem.head_dim, problem.value_dim) not in widths:
         return True
     return problem.batch * problem.num_kv_heads * (problem.kv_len // hopper_backward.BLOCK_KV) < FEW_KEY_TILES
 

@@ -52,18 +52,18 @@ def _gradients(
         """[batch, num_kv_heads, group, q_len] of numbers that stand as out's rows."""
         return jnp.moveaxis(x, 1, -1) if layout == "BTNH" else x
 
+    if call.implementation == "xla" or any(
+        given is not None for given in (operands.mask, operands.bias, operands.mods)
+    ):
+        # Elsewhere kernels never read, of whole tiles, what sees no key.
+        blind = weights.are_blind(lse, has_sink=operands.sinks is not None)
+        d_out = weights.of_seeing(d_out, jnp.moveaxis(blind, -1, 1) if layout == "BTNH" else blind)
     product = by_head(weights.product(out, kept.low, d_out))
     if operands.sinks is not None:
         sinks = softmax.finite_sink(operands.sinks)[None, :, :, None]
         found = weights.of_queries(product, lse, d_lse, sinks, natural_scale(operands))
     else:
         found = weights.of_queries(product, lse, d_lse)
-    if call.implementation == "xla" or any(
-        given is not None for given in (operands.mask, operands.bias, operands.mods)
-    ):
-        # Elsewhere kernels never read, of whole tiles, what sees no key.
-        blind = jnp.moveaxis(found.blind, -1, 1) if layout == "BTNH" else found.blind
-        d_out = jnp.where(blind[..., None], 0, d_out)
     # A query that sees nothing has logits of -inf alone, and weights of 0 whatever is taken off.
     maximum, rest = map(softmax.finite, lse)
     own = call.implementation == "cuda" and cuda.takes_backward(operands, call.config)
