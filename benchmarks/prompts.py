@@ -1,14 +1,17 @@
-"""Prompts beside FlashAttention-3 over cells that nobody chose: calls in turns in one process, and the median of the
-rounds' ratios, so that clocks which move do not decide. For speed of trying, `run.py` keeps the tables.
+"""Prompts beside FlashAttention-3 over cells that nobody chose: in turns in one process, and the median of the rounds'
+ratios, so that clocks which move do not decide. Of both sides the GPU's time counts: ours is many calls in one program,
+the peer's many in one CUDA graph. For speed of trying, `run.py` keeps the tables.
 
-    BENCH_PEERS=<folder of _vllm_fa3_C*.so> python benchmarks/prompts.py --max-seconds 110
+    BENCH_PEERS=<folder of _vllm_fa3_C*.so> python benchmarks/prompts.py --max-seconds 80
 """
 
 import argparse
+import concurrent.futures
 import math
 import statistics
 import subprocess
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,8 +22,12 @@ from baselines import fa3
 
 import pallas_attn
 from pallas_attn.testing.cases import RaggedCase
+from pallas_attn.tuning import timing
 
-ROUNDS, BURST_SECONDS = 5, 0.006
+ROUNDS = 5
+PROGRAM_SECONDS = 0.01
+CALLS = 4
+"""In a round of the program, behind which stands what makes the next round wait for it."""
 HEADS = ((16, 2), (32, 4), (32, 8), (64, 8))
 MOST_QUERIES, MOST_KEYS, MOST_SECONDS, USUAL_FLOPS = 16384, 2**20, 0.02, 5e14
 NAMED = {
@@ -39,13 +46,11 @@ NAMED = {
 DOCUMENTS, DOCUMENT_TOKENS = 64, 32768
 
 
-class Pair(NamedTuple):
-    """Calls of ours and of the peer, of which the fastest counts; `error` of our output's sampled rows."""
+class Program(NamedTuple):
+    """Calls in a row within one program."""
 
-    name: str
-    ours: Callable[[], Any]
-    peers: dict[str, Callable[[], Any]]
-    error: Callable[[Any], float]
+    lowered: Any
+    calls: int
 
 
 def made(
@@ -75,18 +80,26 @@ def drawn(seed: int) -> RaggedCase:
     return made(f"seed{seed}", contexts, news, heads, page_size)
 
 
-def cells() -> Iterator[Callable[[], Pair]]:
-    """The longest lists of keys last, for they take the longest to make."""
-    yield documents
+def cells() -> Iterator["OverPages | Documents"]:
+    """Those of short calls first."""
+    yield OverPages(made("16of100to600", *NAMED["16of100to600"]))
+    yield Documents()
     for name, sizes in NAMED.items():
-        yield lambda name=name, sizes=sizes: over_pages(made(name, *sizes))
-    yield lambda: over_pages(made("1x8192", (0,), (8192,), (64, 8)))
+        if name != "16of100to600":
+            yield OverPages(made(name, *sizes))
+    yield OverPages(made("1x8192", (0,), (8192,), (64, 8)))
     for seed in range(10):
-        yield lambda seed=seed: over_pages(drawn(seed))
+        yield OverPages(drawn(seed))
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))(jax.random.key(seed))
+    """By torch, which compiles nothing for a shape."""
+    import torch
+
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    generator = torch.Generator(device).manual_seed(seed)
+    made = torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
+    return jax.dlpack.from_dlpack(made)
 
 
 def to_torch(array: jax.Array) -> Any:
@@ -95,138 +108,167 @@ def to_torch(array: jax.Array) -> Any:
     return torch.from_dlpack(array)
 
 
-def over_pages(case: RaggedCase) -> Pair:
-    rng = np.random.default_rng(0)
-    pages = [-(-length // case.page_size) for length in case.seq_lens]
-    table = np.zeros((case.num_seqs, max(pages)), np.int32)
-    order, at = rng.permutation(sum(pages)).astype(np.int32), 0
-    for seq, count in enumerate(pages):
-        table[seq, :count] = order[at : at + count]
-        at += count
-    pool = (sum(pages), case.page_size, case.num_kv_heads, case.head_dim)
-    starts = np.cumsum([0, *case.q_lens]).astype(np.int32)
-    query = normal(1, case.num_tokens, case.num_heads, case.head_dim)
-    arrays = (
-        query,
-        normal(2, *pool),
-        normal(3, *pool),
-        jnp.asarray(table),
-        jnp.asarray(case.seq_lens, jnp.int32),
-    )
-    ours = jax.jit(pallas_attn.ragged_paged_attention).lower(*arrays, jnp.asarray(starts)).compile()
+def seconds_of(case: RaggedCase) -> float:
+    pairs = sum(new * (length - new / 2) for new, length in zip(case.q_lens, case.seq_lens, strict=True))
+    return 4 * case.num_heads * case.head_dim * pairs / USUAL_FLOPS
 
-    class Inputs:
-        query = to_torch(arrays[0])
-        caches = tuple(map(to_torch, arrays[1:3]))
-        lengths = to_torch(arrays[4])
-        tables = (to_torch(arrays[3]),)
 
-    peers = fa3.build(case, Inputs)
-    last = jnp.asarray(starts)
+def looped(call: Callable[..., Any], seconds: float, sets: tuple, lengths: Any, *rest: Any) -> Program:
+    """`call(rest)(set, lengths)` is (out, lse); all calls in one program, each round behind the one before."""
+    plain = jax.default_backend() != "gpu"
+    rounds = 1 if plain else max(1, round(PROGRAM_SECONDS / (max(seconds, 8e-6) * len(sets))))
 
-    def error(out: jax.Array) -> float:
-        worst = 0.0
+    def loop(sets, lengths, *rest):
+        return timing.looped(call(*rest), rounds, sets, lengths, plain=plain)
+
+    return Program(jax.jit(loop).lower(sets, lengths, *rest), timing.num_calls(rounds, len(sets)))
+
+
+def like(*arrays: tuple[tuple[int, ...], Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays)
+
+
+class OverPages:
+    def __init__(self, case: RaggedCase):
+        self.case, self.name = case, str(case.id)
+        self.pages = [-(-length // case.page_size) for length in case.seq_lens]
+        self.pool = (sum(self.pages), case.page_size, case.num_kv_heads, case.head_dim)
+        self.query = (case.num_tokens, case.num_heads, case.head_dim)
+
+    def lowered(self, **options: Any) -> Program:
+        table, lengths, starts = like(
+            ((self.case.num_seqs, max(self.pages)), jnp.int32),
+            ((self.case.num_seqs,), jnp.int32),
+            ((self.case.num_seqs + 1,), jnp.int32),
+        )
+        rows = like((self.query, jnp.bfloat16), (self.pool, jnp.bfloat16), (self.pool, jnp.bfloat16))
+
+        def call(query, keys, values, starts):
+            return lambda table, lengths: pallas_attn.ragged_paged_attention(
+                query, keys, values, table, lengths, starts, return_lse=True, **options
+            )
+
+        return looped(call, seconds_of(self.case), (table,) * CALLS, lengths, *rows, starts)
+
+    def arrays(self) -> tuple[Any, ...]:
+        rng = np.random.default_rng(0)
+        table = np.zeros((self.case.num_seqs, max(self.pages)), np.int32)
+        order, at = rng.permutation(sum(self.pages)).astype(np.int32), 0
+        for seq, count in enumerate(self.pages):
+            table[seq, :count] = order[at : at + count]
+            at += count
+        rows = (normal(i, *shape) for i, shape in enumerate((self.query, self.pool, self.pool)))
+        starts = jnp.asarray(np.cumsum([0, *self.case.q_lens]), jnp.int32)
+        tables = tuple(jnp.array(table) for _ in range(CALLS))
+        return tables, jnp.asarray(self.case.seq_lens, jnp.int32), *rows, starts
+
+    def peers(self, tables, lengths, query, keys, values, _) -> dict[str, Callable[[int], Any]]:
+        inputs = types.SimpleNamespace(
+            query=to_torch(query),
+            caches=(to_torch(keys), to_torch(values)),
+            lengths=to_torch(lengths),
+            tables=(to_torch(tables[0]),),
+        )
+        return fa3.build(self.case, inputs)
+
+    def error(self, out: jax.Array, tables, lengths, query, keys, values, _) -> float:
+        case, errors, rng = self.case, [], np.random.default_rng(1)
+        rows_out, table, query, keys, values = map(to_torch, (out, tables[0], query, keys, values))
         for seq in {0, case.num_seqs // 2, case.num_seqs - 1}:
             length, new = case.seq_lens[seq], case.q_lens[seq]
-            own = table[seq, : pages[seq]]
-            keys, values = (x[own].reshape(-1, *pool[2:])[:length] for x in arrays[1:3])
+            own = table[seq, : self.pages[seq]].long()
+            seen_keys, seen_values = (x[own].flatten(0, 1)[:length] for x in (keys, values))
             tokens = np.unique([0, new - 1, *rng.integers(0, new, 6)])
-            rows = starts[seq] + tokens
-            worst = max(worst, row_error(out[rows], query[rows], keys, values, tokens + length - new))
-        return worst
-
-    return Pair(
-        f"{case.id}",
-        lambda: ours(*arrays, last),
-        {name: lambda f=f: f(0) for name, f in peers.items()},
-        error,
-    )
+            rows = int(sum(case.q_lens[:seq])) + tokens
+            places = tokens + length - new
+            errors.append(row_error(rows_out[rows], query[rows], seen_keys, seen_values, places))
+        return float(np.max(errors))
 
 
-def documents() -> Pair:
+class Documents:
     """Of lognormal lengths, end to end in one row; the peer is told where they begin."""
-    import torch
 
-    shares = np.random.default_rng(0).lognormal(0, 1, DOCUMENTS)
-    ends = np.round(np.cumsum(shares) / shares.sum() * DOCUMENT_TOKENS).astype(np.int32)
-    starts = np.concatenate([[0], ends]).astype(np.int32)
-    query, key, value = (normal(i, 1, DOCUMENT_TOKENS, heads, 128) for i, heads in enumerate((32, 8, 8)))
-    bounds = jnp.asarray(starts)
-    ours = jax.jit(lambda q, k, v, c: pallas_attn.flash_attention(q, k, v, causal=True, cu_q_lens=c))
-    ours = ours.lower(query, key, value, bounds).compile()
-    rows, longest = tuple(to_torch(x[0]) for x in (query, key, value)), int(np.diff(starts).max())
-    of_peer = torch.tensor(starts, device=rows[0].device)
+    name = f"{DOCUMENTS} documents in {DOCUMENT_TOKENS}"
 
-    def peer() -> Any:
-        return fa3._attend(
-            *rows,
-            query_starts=of_peer,
-            key_starts=of_peer,
-            longest=(longest, longest),
-            scale=128**-0.5,
-            window=(-1, -1),
-        )
+    def __init__(self):
+        shares = np.random.default_rng(0).lognormal(0, 1, DOCUMENTS)
+        ends = np.round(np.cumsum(shares) / shares.sum() * DOCUMENT_TOKENS)
+        self.starts = np.concatenate([[0], ends]).astype(np.int32)
+        self.shapes = [(1, DOCUMENT_TOKENS, heads, 128) for heads in (32, 8, 8)]
 
-    def error(out: jax.Array) -> float:
-        worst = 0.0
+    def lowered(self, **options: Any) -> Program:
+        query, key, value = like(*((shape, jnp.bfloat16) for shape in self.shapes))
+        (bounds,) = like((self.starts.shape, jnp.int32))
+
+        def call(query, value, bounds):
+            return lambda key, _: pallas_attn.flash_attention(
+                query, key, value, causal=True, cu_q_lens=bounds, return_lse=True, **options
+            )
+
+        pairs = float((np.diff(self.starts).astype(float) ** 2).sum() / 2)
+        return looped(call, 4 * 32 * 128 * pairs / USUAL_FLOPS, (key,) * CALLS, None, query, value, bounds)
+
+    def arrays(self) -> tuple[Any, ...]:
+        query, key, value = (normal(i, *shape) for i, shape in enumerate(self.shapes))
+        return tuple(jnp.array(key) for _ in range(CALLS)), None, query, value, jnp.asarray(self.starts)
+
+    def peers(self, keys, _, query, value, bounds) -> dict[str, Callable[[int], Any]]:
+        rows, starts = tuple(to_torch(x[0]) for x in (query, keys[0], value)), to_torch(bounds)
+        longest = int(np.diff(self.starts).max())
+        sizes = dict(query_starts=starts, key_starts=starts, longest=(longest, longest))
+        return {"": lambda _: fa3._attend(*rows, **sizes, scale=128**-0.5, window=(-1, -1))}
+
+    def error(self, out: jax.Array, keys, _, query, value, bounds) -> float:
+        errors, starts = [], self.starts
+        out, query, key, value = (to_torch(x)[0] for x in (out, query, keys[0], value))
         for first, end in ((starts[0], starts[1]), (starts[-2], starts[-1])):
             tokens = np.unique(np.linspace(0, end - first - 1, 8).astype(int))
-            own = slice(int(first), int(end))
-            worst = max(
-                worst,
-                row_error(
-                    out[0, first + tokens], query[0, first + tokens], key[0, own], value[0, own], tokens
-                ),
-            )
-        return worst
-
-    return Pair(
-        f"{DOCUMENTS} documents in {DOCUMENT_TOKENS}",
-        lambda: ours(query, key, value, bounds),
-        {"": peer},
-        error,
-    )
+            rows = first + tokens
+            errors.append(row_error(out[rows], query[rows], key[first:end], value[first:end], tokens))
+        return float(np.max(errors))
 
 
-def row_error(
-    out: jax.Array, query: jax.Array, keys: jax.Array, values: jax.Array, places: np.ndarray
-) -> float:
-    """The largest relative error of rows whose queries stand at `places` among the keys."""
+def row_error(out: Any, query: Any, keys: Any, values: Any, places: np.ndarray) -> float:
+    """The largest relative error of rows whose queries stand at `places` among the keys. In torch, on float64."""
     rows, heads, dim = query.shape
-    grouped = query.astype(jnp.float32).reshape(rows, keys.shape[1], -1, dim)
-    scores = jnp.einsum("qhgd,khd->hgqk", grouped, keys.astype(jnp.float32), precision="highest") * dim**-0.5
-    scores = jnp.where(jnp.arange(keys.shape[0]) <= jnp.asarray(places)[:, None], scores, -jnp.inf)
-    right = jnp.einsum(
-        "hgqk,khd->qhgd", jax.nn.softmax(scores), values.astype(jnp.float32), precision="highest"
-    )
-    right = right.reshape(rows, heads, dim)
-    norms = (jnp.linalg.norm(x, axis=-1) for x in (out.astype(jnp.float32) - right, right))
-    return float((next(norms) / next(norms)).max())
-
-
-def in_turns(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
-    """Microseconds of each in each round."""
-    import torch
-
-    def seconds(call: Callable[[], Any], times: int) -> float:
-        begin = time.perf_counter()
-        done = [call() for _ in range(times)][-1]
-        jax.block_until_ready(done) if isinstance(done, jax.Array) else torch.cuda.synchronize()
-        return (time.perf_counter() - begin) / times
-
-    for call in calls.values():
-        seconds(call, 1)
-    times = {name: max(2, int(BURST_SECONDS / seconds(call, 3))) for name, call in calls.items()}
-    measured: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(ROUNDS):
-        for name, call in calls.items():
-            measured[name].append(seconds(call, times[name]) * 1e6)
-    return measured
+    grouped = query.double().reshape(rows, keys.shape[1], -1, dim)
+    errors = []
+    for row, place in enumerate(places):
+        seen = slice(0, int(place) + 1)
+        scores = (grouped[row] @ keys[seen].double().permute(1, 2, 0)) * dim**-0.5
+        right = (scores.softmax(-1) @ values[seen].double().transpose(0, 1)).reshape(heads, -1)
+        off = (out[row].double() - right).norm(dim=-1) / right.norm(dim=-1)
+        errors.append(float(off.max()))
+    return float(np.max(errors))  # NaN if one is
 
 
 def clock() -> str:
     query = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
+
+
+class Sampled(NamedTuple):
+    ours: list[float]
+    peer: list[float]
+    ratio: float
+    error: float
+
+
+def sampled(cell: "OverPages | Documents", calls: int, compiled: Any) -> Sampled:
+    """Seconds a call in each round, in turns with the peer's fastest way."""
+    arrays = cell.arrays()
+    first, _ = jax.block_until_ready(compiled(*arrays))
+    error = cell.error(first, *arrays)
+    del first
+    import graphs  # of torch
+
+    ways = {name: graphs.Captured(call, 1) for name, call in cell.peers(*arrays).items()}
+    ways = [min(ways.values(), key=lambda way: way.sample())]
+    ours, peer = [], []
+    for _ in range(ROUNDS):
+        ours.append(timing.device_samples(lambda: compiled(*arrays), 1)[0] / calls)
+        peer.append(ways[0].sample())
+    return Sampled(ours, peer, statistics.median(p / o for p, o in zip(peer, ours, strict=True)), error)
 
 
 def main() -> None:
@@ -237,18 +279,21 @@ def main() -> None:
     options = arguments.parse_args()
     begin, ratios = time.monotonic(), []
     print(jax.devices()[0].device_kind, fa3.available() or fa3.TITLE, flush=True)
-    for build in cells():
+    # Traced here, compiled by threads: while one is measured none is.
+    found = [(cell, cell.lowered()) for cell in cells()]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compiled = list(pool.map(lambda made: made[1].lowered.compile(), found))
+    print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
+    for (cell, program), ready in zip(found, compiled, strict=True):
         if time.monotonic() - begin > options.max_seconds:
             print("out of time")
             break
-        pair = build()
-        us = in_turns({"ours": pair.ours} | pair.peers)
-        best = min(pair.peers, key=lambda name: statistics.median(us[name]))
-        ratio = statistics.median(peer / own for peer, own in zip(us[best], us["ours"], strict=True))
-        ratios.append(ratio)
+        of = sampled(cell, program.calls, ready)
+        ratios.append(of.ratio)
         print(
-            f"{pair.name:44s} ours {statistics.median(us['ours']):8.1f} us  FA3 {statistics.median(us[best]):8.1f}"
-            f"  ratio {ratio:.3f}  error {pair.error(pair.ours()):.1e}  {clock()}  {time.monotonic() - begin:.0f} s",
+            f"{cell.name:44s} ours {statistics.median(of.ours) * 1e6:8.1f} us  FA3 "
+            f"{statistics.median(of.peer) * 1e6:8.1f}  ratio {of.ratio:.3f}  error {of.error:.1e}  {clock()}  "
+            f"{time.monotonic() - begin:.0f} s",
             flush=True,
         )
     print(

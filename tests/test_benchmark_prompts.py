@@ -1,11 +1,21 @@
-"""benchmarks/prompts.py: the calls that its seeds draw. Nothing is measured."""
+"""benchmarks/prompts.py: the calls that its seeds draw, and that what is timed is checked. Nothing is measured."""
 
+import dataclasses
+import math
+
+import jax
 import prompts
 import pytest
 
-pytestmark = pytest.mark.once
+CELLS = {
+    "pages": lambda: prompts.OverPages(
+        dataclasses.replace(prompts.made("short", (40, 0), (9, 30), (4, 2), 16), head_dim=64)
+    ),
+    "documents": prompts.Documents,
+}
 
 
+@pytest.mark.once
 def test_drawn_calls_fit_and_are_the_same_each_time():
     cases = [prompts.drawn(seed) for seed in range(10)]
     assert cases == [prompts.drawn(seed) for seed in range(10)]
@@ -15,3 +25,18 @@ def test_drawn_calls_fit_and_are_the_same_each_time():
         assert sum(case.q_lens) <= prompts.MOST_QUERIES
         assert sum(case.seq_lens) <= prompts.MOST_KEYS
         assert all(0 < new <= length for new, length in zip(case.q_lens, case.seq_lens, strict=True))
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_what_is_timed_is_checked(name, monkeypatch):
+    """The program's output is right; rows of others are wrong, and one that is NaN shows."""
+    monkeypatch.setattr(prompts, "DOCUMENTS", 3)
+    monkeypatch.setattr(prompts, "DOCUMENT_TOKENS", 96)
+    cell = CELLS[name]()
+    program, arrays = cell.lowered(), cell.arrays()
+    first, last = program.lowered.compile()(*arrays)
+    assert program.calls == prompts.CALLS + prompts.timing.CHECKED_CALLS
+    assert max(cell.error(first, *arrays), cell.error(last, *arrays)) < 0.01
+    flipped = jax.numpy.flip(first, 0 if name == "pages" else 1)
+    assert cell.error(flipped, *arrays) > 0.1
+    assert math.isnan(cell.error(first.at[(0,) * first.ndim].set(jax.numpy.nan), *arrays))
