@@ -99,10 +99,11 @@ def drawn(case: Case) -> tuple[jax.Array, ...]:
 def blocks_of(case: Case) -> Any:
     """With room for all that are seen in part."""
     import pallas_attn
+    from pallas_attn.mods.lists import PARTIAL
 
     mask, _ = case.functions((jnp.asarray(case.documents), jnp.asarray(case.slopes)))
     make = functools.partial(pallas_attn.block_mask, mask, q_len=case.length, kv_len=case.length)
-    return make(max_partial=int((make().kinds() == 1).sum()))
+    return make(max_partial=int((make().kinds() == PARTIAL).sum()))
 
 
 def ours(

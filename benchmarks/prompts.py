@@ -262,12 +262,12 @@ def sampled(cell: "OverPages | Documents", calls: int, compiled: Any) -> Sampled
     del first
     import graphs  # of torch
 
-    ways = {name: graphs.Captured(call, 1) for name, call in cell.peers(*arrays).items()}
-    ways = [min(ways.values(), key=lambda way: way.sample())]
+    ways = (graphs.Captured(call, 1) for call in cell.peers(*arrays).values())
+    fastest = min(ways, key=graphs.Captured.sample)
     ours, peer = [], []
     for _ in range(ROUNDS):
         ours.append(timing.device_samples(lambda: compiled(*arrays), 1)[0] / calls)
-        peer.append(ways[0].sample())
+        peer.append(fastest.sample())
     return Sampled(ours, peer, statistics.median(p / o for p, o in zip(peer, ours, strict=True)), error)
 
 

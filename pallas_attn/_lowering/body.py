@@ -109,7 +109,8 @@ def load(
     each: bool = False,
 ) -> jax.Array:
     """Elements at `place`; where not `mask`, `other` (undefined without it), and memory is not accessed. `each`: as
-    each.py says, without a mask."""
+    each.py says, of all of them."""
+    assert not each or mask is other is eviction_policy is None
     shape = jnp.broadcast_shapes(*(i.shape for i in place.index))
     optional = [None if mask is None else jnp.broadcast_to(mask, shape)]
     optional.append(None if other is None else jnp.asarray(other, place.ref.dtype))

@@ -20,19 +20,9 @@ INSTRUCTION = "griddepcontrol.launch_dependents;"
 
 
 def _lower_launch(ctx):
-    ir = mlir.ir
     # The operation must have a result.
-    ir.Operation.create(
-        "tt.elementwise_inline_asm",
-        results=[ir.IntegerType.get_signless(32)],
-        operands=[],
-        attributes={
-            "asm_string": ir.StringAttr.get(f"{INSTRUCTION} mov.b32 $0, 0;"),
-            "constraints": ir.StringAttr.get("=r"),
-            "pure": ir.BoolAttr.get(False),
-            "packed_element": mlir.i32_attr(1),
-        },
-    )
+    result = mlir.ir.IntegerType.get_signless(32)
+    private.assembly(f"{INSTRUCTION} mov.b32 $0, 0;", "=r", result, pure=False)
     return []
 
 

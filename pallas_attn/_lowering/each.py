@@ -13,7 +13,6 @@ too. Not ld.global.nc: a kernel may be launched before the one ahead of it has w
 from typing import Any
 
 import jax.numpy as jnp
-from jax.interpreters import mlir
 
 from pallas_attn._lowering import private
 
@@ -30,29 +29,12 @@ def assembly(dtype: Any) -> tuple[str, str] | None:
 def _lower(ctx, loaded):
     """From Pallas' own load, which nobody uses then, and Triton drops."""
     (aval,) = ctx.avals_in
-    ir = mlir.ir
     load = getattr(loaded.owner, "opview", loaded.owner)
     how = assembly(aval.dtype)
     if how is None or load.operation.name != "tt.load" or len(load.operation.operands) != 1:
         return loaded
-    line, constraints = how
-    made = ir.Operation.create(
-        "tt.elementwise_inline_asm",
-        results=[loaded.type],
-        operands=[load.operation.operands[0]],
-        attributes={
-            "asm_string": ir.StringAttr.get(line),
-            "constraints": ir.StringAttr.get(constraints),
-            "pure": ir.BoolAttr.get(True),
-            "packed_element": mlir.i32_attr(1),
-        },
-    )
-    return made.result
+    return private.assembly(*how, loaded.type, load.operation.operands[0], pure=True)
 
 
-_each = private.in_pallas("pallas_attn_each", _lower)
-
-
-def each(loaded):
-    """In a kernel's body that Pallas compiles: a load, done so."""
-    return _each(loaded)
+# In a kernel's body that Pallas compiles: a load, done so.
+each = private.in_pallas("pallas_attn_each", _lower)

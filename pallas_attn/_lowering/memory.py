@@ -5,6 +5,7 @@ An element is at the array's pointer plus the sum of index times stride. The sum
 """
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -34,9 +35,15 @@ def _counted_apart(write: Writer, offset: Value) -> Value:
     and everything that depends on it: every comparison of a token with a length becomes two, which need more predicates
     than there are. For the offset of a tile of keys that pays off, for a page's number it does not.
     """
-    how = '"mov.b32 $0, $1;" {constraints = "=r,r", packed_element = 1 : i32, pure = true}'
-    spelled = f"tt.elementwise_inline_asm {how} {offset.name} : {offset.type} -> {offset.type}"
-    return write.define(spelled, offset.shape, offset.dtype)
+    return _assembly(write, "mov.b32 $0, $1;", "=r,r", offset, offset.dtype)
+
+
+def _assembly(write: Writer, line: str, constraints: str, operand: Value, dtype: Any) -> Value:
+    """Of each element of the operand, by a line without side effects."""
+    how = f'"{line}" {{constraints = "{constraints}", packed_element = 1 : i32, pure = true}}'
+    to = type_of(operand.shape, dtype)
+    spelled = f"tt.elementwise_inline_asm {how} {operand.name} : {operand.type} -> {to}"
+    return write.define(spelled, operand.shape, dtype)
 
 
 def _pointers(kernel: Kernel, ref: Ref, index: tuple[Value, ...], shape: Shape) -> Value:
@@ -82,11 +89,7 @@ def _(kernel: Kernel, equation, *operands):
     _check_stored(kernel, ref)
     pointers = _pointers(kernel, ref, operands[:rank], shape)
     if params["each"] and (how := each.assembly(ref.dtype)):
-        line, constraints = how
-        how = f'"{line}" {{constraints = "{constraints}", packed_element = 1 : i32, pure = true}}'
-        to = type_of(shape, ref.dtype)
-        spelled = f"tt.elementwise_inline_asm {how} {pointers.name} : {pointers.type} -> {to}"
-        return write.define(spelled, shape, ref.dtype)
+        return _assembly(write, *how, pointers, ref.dtype)
     rest = [write.broadcast(one, shape) for one in operands[rank:]]
     names = ", ".join(value.name for value in (pointers, *rest))
     policy = _policy(kernel, params["eviction_policy"])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax.extend.core import Effect, Primitive
+from jax.interpreters import mlir
 
 ALLOWED_EFFECTS = "jax._src.effects.control_flow_allowed_effects"
 PALLAS_RULES = "jax._src.pallas.triton.lowering.register_lowering"
@@ -53,9 +54,7 @@ def in_pallas(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
     """A function of one array, to one like it, which Pallas' Triton lowering writes by `rule(ctx, value)`."""
     primitive = Primitive(name)
     primitive.def_abstract_eval(lambda x: x)
-    if _pallas_rules is not None:
-        _pallas_rules(primitive)(rule)
-    return primitive.bind
+    return _ruled(primitive, rule)
 
 
 def line_in_pallas(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,6 +63,26 @@ def line_in_pallas(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_effectful_abstract_eval(lambda *_, **__: ([], {_Line()}))
+    return _ruled(primitive, rule)
+
+
+def _ruled(primitive: Primitive, rule: Callable[..., Any]) -> Callable[..., Any]:
     if _pallas_rules is not None:
         _pallas_rules(primitive)(rule)
     return primitive.bind
+
+
+def assembly(line: str, constraints: str, result: Any, *operands: Any, pure: bool) -> Any:
+    """In such a rule: a line of assembly, whose result is of that type."""
+    made = mlir.ir.Operation.create(
+        "tt.elementwise_inline_asm",
+        results=[result],
+        operands=operands,
+        attributes={
+            "asm_string": mlir.ir.StringAttr.get(line),
+            "constraints": mlir.ir.StringAttr.get(constraints),
+            "pure": mlir.ir.BoolAttr.get(pure),
+            "packed_element": mlir.i32_attr(1),
+        },
+    )
+    return made.result

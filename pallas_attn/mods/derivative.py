@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn.mods.operands import is_float
-from pallas_attn.mods.program import SCORE, VARIABLES, Builder, Number, Operand, Program, apply
+from pallas_attn.mods.program import SCORE, VARIABLES, Builder, Number, Operand, Program, apply, moved
 from pallas_attn.mods.trace import Tracer
 
 ONE = Number.of(1.0, "float32")
@@ -57,12 +57,11 @@ def derivatives(program: Program) -> Derivatives:
     tracer = Tracer("score_mod", "score_mod", closed.jaxpr)
     here: list[Operand] = list(VARIABLES)
     for step in program.steps:
-        given = (one if isinstance(one, Number) else here[one] for one in step.inputs)
-        here.append(tracer.build.step(step.name, *given, dtype=step.dtype, capture=step.capture))
+        here.append(tracer.build.again(step, here))
     inputs = [*VARIABLES, *(here[slot] for slot in reads)]
     results = [tracer.scalar(one) for one in tracer.evaluate(closed, inputs)]
     index = [one for slot in floats for one in program.steps[slot - first].inputs]
-    results += [one if isinstance(one, Number) else here[one] for one in index]
+    results += [moved(one, here) for one in index]
     whole = tracer.build.only(tuple(results), program.captures)
     found_by = 2 + len(floats)
     places = iter(whole.results[found_by:])
@@ -78,7 +77,5 @@ def slope(program: Program) -> Program:
     build = Builder()
     here: list[Operand] = list(VARIABLES)
     for step in whole.steps:
-        inputs = (one if isinstance(one, Number) else here[one] for one in step.inputs)
-        here.append(build.step(step.name, *inputs, dtype=step.dtype, capture=step.capture))
-    results = (one if isinstance(one, Number) else here[one] for one in whole.results[:count])
-    return build.only(tuple(results), whole.captures)
+        here.append(build.again(step, here))
+    return build.only(tuple(moved(one, here) for one in whole.results[:count]), whole.captures)

@@ -75,7 +75,7 @@ class Mods:
         """Dtypes, and bytes, of elements that are read for each row and key."""
         programs = [one for one in (self.score, self.mask) if one is not None]
         read = [step for program in programs for step in reads_pairs(program, of_rows)]
-        return [(step.dtype, 1 if step.dtype == "bool" else jnp.dtype(step.dtype).itemsize) for step in read]
+        return [(step.dtype, jnp.dtype(step.dtype).itemsize) for step in read]
 
     def of_score(self, captured: Sequence[Any]) -> list[Any]:
         """All that the score_mod captures, in order."""

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -79,6 +79,10 @@ def slots(step: Step) -> list[int]:
     return [i for i in step.inputs if not isinstance(i, Number)]
 
 
+def moved(operand: Operand, here: Sequence[Operand]) -> Operand:
+    return operand if isinstance(operand, Number) else here[operand]
+
+
 class Builder:
     """Collects steps, without duplicates."""
 
@@ -90,6 +94,11 @@ class Builder:
         if name != "read" and not slots(new):
             return _folded(new)
         return self._steps.setdefault(new, len(VARIABLES) + len(self._steps))
+
+    def again(self, step: Step, here: Sequence[Operand]) -> Operand:
+        """A step of another program, whose slots are `here` in this one."""
+        inputs = (moved(one, here) for one in step.inputs)
+        return self.step(step.name, *inputs, dtype=step.dtype, capture=step.capture)
 
     def dtype(self, operand: Operand) -> Any:
         if isinstance(operand, Number):

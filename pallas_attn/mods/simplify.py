@@ -21,6 +21,7 @@ from pallas_attn.mods.program import (
     Program,
     Step,
     computed_now,
+    moved,
     slots,
 )
 
@@ -47,7 +48,7 @@ def within(program: Program, lengths: Lengths) -> Program:
     here: list[Operand] = list(VARIABLES)
 
     def now(operand: Operand) -> Operand:
-        return operand if isinstance(operand, Number) else here[operand]
+        return moved(operand, here)
 
     def bound(operand: Operand) -> tuple[Any, ...]:
         return (operand.value,) * 2 if isinstance(operand, Number) else bounds[operand]
@@ -76,7 +77,7 @@ def within(program: Program, lengths: Lengths) -> Program:
         elif (one := same(step)) is not None:
             here.append(one)
         else:
-            here.append(build.step(step.name, *map(now, step.inputs), dtype=step.dtype, capture=step.capture))
+            here.append(build.again(step, here))
     return build.only(tuple(map(now, program.results)), program.captures)
 
 
@@ -123,7 +124,5 @@ def in_floats(program: Program, lengths: Lengths) -> Program:
         if converts and is_of_pairs(converts[0]):
             here.append(as_float(converts[0]))
         else:
-            given = (one if isinstance(one, Number) else here[one] for one in step.inputs)
-            here.append(build.step(step.name, *given, dtype=step.dtype, capture=step.capture))
-    results = (one if isinstance(one, Number) else here[one] for one in program.results)
-    return build.only(tuple(results), program.captures)
+            here.append(build.again(step, here))
+    return build.only(tuple(moved(one, here) for one in program.results), program.captures)

@@ -154,8 +154,8 @@ def heuristic(
     small: bool = False,
     **measured: Any,
 ) -> FlashAttentionConfig:
-    """`pair_bytes` are what bias and mask have for each query and key, `measured` fields of the config that are known
-    better."""
+    """`pair_bytes` are what bias and mask have for each query and key; `small`: where smaller tiles are faster forward;
+    `measured` are fields of the config that are known better."""
     listed = next(one for one in CANDIDATES if one.itemsize == itemsize and problem.widest <= one.widest)
     chosen = {name: getattr(listed, name) for name in KERNELS}
     if small and itemsize == 2:
