@@ -403,12 +403,12 @@ def test_what_a_program_merges_at_once(num_cut, num_rows, dim, most, expected):
 
 
 @pytest.mark.parametrize(("dim", "most", "expected"), [
-    (128, 264, merge.Tiling(1, 128, 4, 16, 1)),
+    (128, 264, merge.Tiling(1, 128, 4, 32, 1)),
     (128, 4, merge.Tiling(1, 128, 4, 4, 1)),
     (128, 2, merge.Tiling(1, 128, 2, 2, 1)),
-    (64, 264, merge.Tiling(1, 64, 4, 16, 1)),
-    (256, 264, merge.Tiling(1, 256, 2, 8, 1)),
-    (2048, 264, merge.Tiling(1, 2048, 1, 1, 1)),
+    (64, 264, merge.Tiling(1, 64, 4, 32, 1)),
+    (256, 264, merge.Tiling(1, 256, 2, 16, 1)),
+    (2048, 264, merge.Tiling(1, 2048, 1, 2, 1)),
 ])  # fmt: skip
 def test_many_rows_have_a_warp_each_where_no_more_start_than_run_at_once(dim, most, expected):
     """Else they would wait for each other: 256 sequences of 8 rows took 48 us where 41 suffice."""

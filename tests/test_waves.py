@@ -138,18 +138,6 @@ def test_a_faster_memory_never_costs_more():
         assert fast <= slow
 
 
-@pytest.mark.parametrize("candidate", configs.CANDIDATES)
-def test_products_of_more_rows_hold_a_program_up(candidate):
-    """But by less than their number: what is loaded stays. Those that run beside the program do not."""
-    few, more = (waves_of(shape().tile(rows, candidate), 64, 4096).alone_ns for rows in (16, 32))
-    assert few < more < 2 * few
-    asynchronous = shape().tile(64, candidate)
-    assert asynchronous.is_asynchronous(H200)
-    assert not shape(device=A100).tile(64, candidate).is_asynchronous(A100)
-    assert waves_of(asynchronous, 64, 4096).alone_ns == few
-    assert waves_of(asynchronous, 64, 4096, A100).alone_ns > more
-
-
 @pytest.mark.parametrize("num_seqs", [1, 3, 12, 24, 40, 67, 96, 128])
 @pytest.mark.parametrize("max_len", [1024, 8192])
 def test_equal_lengths_make_the_programs_that_were_reckoned_with(num_seqs, max_len):

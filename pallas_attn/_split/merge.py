@@ -71,9 +71,9 @@ def tiling(num_cut: int, num_rows: int, dim: int, most_splits: int, *, counted: 
     """
     width, most = tile_side(dim), next_power_of_2(most_splits)
     if counted and num_cut * num_rows > AT_ONCE[4]:
-        # Rows wait for others before them: most have few splits, and registers for few let more rows merge at once.
-        many = max(1, WARP_ELEMENTS // max(width, 128) // 2)
-        return Tiling(1, width, min(max(1, many // 4), most), min(many, most), num_warps=1)
+        # Rows wait for others before them, so most should be done soon: they have few splits.
+        many = WARP_ELEMENTS // max(width, 128)
+        return Tiling(1, width, min(max(1, many // 8), most), min(many, most), num_warps=1)
     block, dims = 1, min(width, 128)
 
     def programs() -> int:

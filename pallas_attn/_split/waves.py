@@ -18,7 +18,6 @@ import math
 from collections.abc import Iterator
 
 from pallas_attn._call import budget
-from pallas_attn._call.architecture import LEAST_SIDE
 from pallas_attn._call.device import Device
 
 # Fitted to times of `paged_attention` on an H200, bf16 (benchmarks/results: `*-7990f3d-paged_attention-cost.txt`).
@@ -68,13 +67,8 @@ class Waves:
 
     @functools.cached_property
     def alone_ns(self) -> float:
-        """That a program takes for each byte, however few programs there are.
-
-        Of its instructions products grow with the tensor core's tiles of rows, and loads do not: as many times as in
-        the geometric mean of both. Products that are asynchronous run beside it."""
-        asynchronous = self.tile.is_asynchronous(self.device)
-        products = 1.0 if asynchronous else max(1.0, self.tile.rows / LEAST_SIDE)
-        return STEP_NS / self.step_bytes + math.sqrt(products) / CORE_BYTES_NS
+        """That a program takes for each byte, however few programs there are."""
+        return STEP_NS / self.step_bytes + 1 / CORE_BYTES_NS
 
     def cost(self, splits: int, *, whole: bool = False) -> float:
         """Nanoseconds, the geometric mean of both batches. `whole`: nothing is ever cut, and there is no merge."""
