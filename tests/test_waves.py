@@ -199,6 +199,17 @@ def test_few_rows_over_bytes_take_transposed_products_on_hopper(max_len):
         assert chosen(64, max_len, **{"rows": 8, **other}).block_q == 16
 
 
+@pytest.mark.parametrize("rows", [33, 48, 64])
+def test_keys_are_read_once_where_more_warps_hold_all_rows(rows):
+    """Two blocks of rows would be two programs, each of which reads all keys."""
+    for num_seqs, max_len in itertools.product((1, 24, 200), (1024, 16384)):
+        of_shape: dict[str, Any] = dict(rows=rows, head_dim=256)
+        config = chosen(num_seqs, max_len, kv_heads=1, **of_shape)
+        assert config.block_q >= rows
+        assert tile_of(config, **of_shape).threads > tile_of(chosen(num_seqs, max_len, rows=rows)).threads
+    assert chosen(24, 8192, kv_heads=1, measured=dict(num_warps=4), **of_shape).block_q < rows
+
+
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("head_dim", [64, 128, 512])
 def test_splits_of_an_invariant_call_are_whole_tiles(rows, head_dim):
@@ -274,6 +285,10 @@ OCCUPANCY = [
     *((90, *call, candidate) for call in CALLS for candidate in configs.CANDIDATES),
     *((90, 128, 4, jnp.float8_e4m3fn, candidate) for candidate in configs.TRANSPOSED),
     *((sm, *CALLS[0], candidate) for sm in (80, 100, 120) for candidate in configs.CANDIDATES),
+    *(
+        (90, 256, 64, jnp.bfloat16, one._replace(num_warps=2 * one.num_warps))
+        for one in configs.CANDIDATES[:2]
+    ),
 ]
 
 

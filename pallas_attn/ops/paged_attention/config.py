@@ -112,6 +112,10 @@ class Shape:
         while True:
             tiles = [self.tile(block_q, candidate) for candidate in candidates]
             fitting = [tile for tile in tiles if self.takes(tile)]
+            # Rather than that two programs read the same keys, twice the warps share a tile that is too large for one.
+            if not fitting and tiles[0].is_asynchronous(self.device) and "num_warps" not in measured:
+                wider = (dataclasses.replace(tile, num_warps=2 * tile.num_warps) for tile in tiles)
+                fitting = [tile for tile in wider if self.takes(tile)]
             if fitting or "block_q" in measured or block_q <= LEAST_SIDE:
                 break
             block_q //= 2
