@@ -69,7 +69,11 @@ def tiling(num_cut: int, num_rows: int, dim: int, most_splits: int, *, counted: 
     Long sequences have many splits, which should be loaded together; a big batch has few splits a sequence, and one
     program serves several rows, or, where only as many programs start as run at once (`counted`), one warp each row.
     """
-    width = tile_side(dim)
+    width, most = tile_side(dim), next_power_of_2(most_splits)
+    if counted and num_cut * num_rows > AT_ONCE[4]:
+        # Rows wait for others before them, so most should be done soon: they have few splits.
+        many = WARP_ELEMENTS // max(width, 128)
+        return Tiling(1, width, min(max(1, many // 8), most), min(many, most), num_warps=1)
     block, dims = 1, min(width, 128)
 
     def programs() -> int:
@@ -77,10 +81,7 @@ def tiling(num_cut: int, num_rows: int, dim: int, most_splits: int, *, counted: 
 
     while programs() > ENOUGH_PROGRAMS and block < MOST_ROWS:
         block, dims = 2 * block, min(2 * dims, width)
-    whole, most = dims == width, next_power_of_2(most_splits)
-    if counted and whole and block > 1:
-        splits = WARP_ELEMENTS // max(dims, 128)
-        return Tiling(1, dims, min(splits // 2, most), min(splits, most), num_warps=1)
+    whole = dims == width
     # While multiprocessors are free, narrower programs take more splits at once: every step waits for memory.
     while 2 * programs() <= FEW_PROGRAMS and block * dims * most > TILE_ELEMENTS and dims > LEAST_DIMS:
         dims //= 2
