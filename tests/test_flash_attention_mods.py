@@ -258,7 +258,8 @@ def test_a_block_mask_is_shared_by_layers(implementation):
 @pytest.mark.parametrize("wrong", ["a block left out", "partial taken for full"])
 def test_kernels_go_by_the_lists(wrong):
     query, key, value, _ = inputs("causal")
-    whole = _given(mods.causal(), block_q=32, block_kv=32)
+    causal = mods.or_masks(mods.causal(), lambda b, h, q, k: k < 1)  # no band, by its steps
+    whole = _given(causal, block_q=32, block_kv=32)
     ends = np.array(whole.of_queries.ends)
     ends = ends - [0, 1] if wrong == "a block left out" else ends[..., [1, 1]]
     changed = BlockMask(**{**vars(whole), "of_queries": whole.of_queries._replace(ends=jnp.asarray(ends))})
@@ -406,11 +407,11 @@ def test_cuda_says_why_it_serves_none():
     rules = Rules("BTNH", 1.0, None, Band())
     sizes = Sizes(BATCH, KV_HEADS, HEADS // KV_HEADS, LONG, LONG)
     given = (
-        (None, mods.causal(), "asks no mask_mod, but takes a block_mask that is made with max_partial"),
+        (None, mods.dilated(2, 9), "asks no mask_mod, but takes a block_mask that is made with max_partial"),
         (mods.soft_cap(1.0), None, "is compiled before a score_mod is known"),
     )
     for score_mod, mask_mod, words in given:
-        of_mods, _ = of_call(ArgumentChecker("flash_attention"), sizes, score_mod, mask_mod, None, None)
+        of_mods, *_ = of_call(ArgumentChecker("flash_attention"), sizes, score_mod, mask_mod, None, Band())
         operands = Operands(query=query, key=key, value=value, mods=of_mods, rules=rules)
         assert cuda.unsupported(operands) == words
 

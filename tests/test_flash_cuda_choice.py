@@ -71,8 +71,11 @@ def test_what_was_not_timed_is_tiled(built, arrays):
 
 
 def test_gradients_of_a_block_mask_are_tiled(built):
-    mask = pallas_attn.block_mask(mods.causal(), q_len=16384, kv_len=16384, max_partial=256)
+    sizes = dict(q_len=16384, kv_len=16384, max_partial=256)
+    mask = pallas_attn.block_mask(mods.prefix_lm(jnp.zeros(1, jnp.int32)), **sizes)
     assert chosen(shapes(16384), causal=False, block_mask=mask)[1:] == (False, True)
+    mask = pallas_attn.block_mask(mods.causal(), **sizes)
+    assert chosen(shapes(16384), causal=False, block_mask=mask) == (True, True, False)  # as without one
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """From a call's score_mod, mask_mod and block_mask to what its operands hold."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -8,13 +9,15 @@ import jax.numpy as jnp
 from pallas_attn._call import symbolic
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.pools import table_tokens
+from pallas_attn._tile.band import Band
 from pallas_attn.mods import blocks
 from pallas_attn.mods.bits import Bits
 from pallas_attn.mods.blocks import BlockMask, Lists
+from pallas_attn.mods.diagonal import band_of, mod_of
 from pallas_attn.mods.evaluate import stored
 from pallas_attn.mods.operands import Mods, is_float
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY, Program
-from pallas_attn.mods.ready import MaskMod, and_masks
+from pallas_attn.mods.ready import and_masks
 from pallas_attn.mods.simplify import within
 from pallas_attn.mods.trace import trace
 
@@ -43,16 +46,23 @@ def of_call(
     score_mod: Any,
     mask_mod: Any,
     block_mask: Any,
-    band: MaskMod | None,
-) -> tuple[Mods | None, tuple[jax.Array, ...] | None]:
+    band: Band,
+) -> tuple[Mods | None, tuple[jax.Array, ...] | None, Band]:
     """What is static or has no gradients, and the floating-point arrays that the score_mod captures. `band` is a rule
-    of the call's own, which becomes part of a mask_mod, whose blocks then know of it."""
+    of the call's own, which becomes part of a mask, whose blocks then know of it, unless the mask is but a band, too:
+    then that is what is left of both."""
     given = {"score_mod": score_mod, "mask_mod": mask_mod, "block_mask": block_mask}
     if not _are_given(check, sizes, **given):
-        return None, None
+        return None, None, band
     found = _mask(check, sizes, mask_mod, block_mask, band)
     if 0 in sizes:
-        return None, None
+        return None, None, band
+    if isinstance(found, Band):
+        found, band = None, found
+    elif found is not None:
+        band = Band()  # which is in the mask
+    if found is None and score_mod is None:
+        return None, None, band
     score, fixed, captured = _score(check, sizes.lengths, score_mod)
     used = _used(score, None if found is None else found.program)
     heads = jnp.arange(sizes.num_heads, dtype=jnp.int32).reshape(sizes.num_kv_heads, sizes.group)
@@ -68,7 +78,7 @@ def of_call(
         mask=None if found is None else found.program,
         block=(BLOCK, BLOCK) if found is None else (found.block_q, found.block_kv),
     )
-    return mods, captured
+    return mods, captured, band
 
 
 class PagedSizes(NamedTuple):
@@ -122,6 +132,19 @@ def over_pages(
     return mods, captured
 
 
+def as_window(mods: Mods | None, window: int | None) -> tuple[Mods | None, int | None]:
+    """What is left of mods of causal queries over pages, and their window, where a mask_mod is no more than one."""
+    band = None if mods is None or mods.mask is None else band_of(mods.mask)
+    if mods is None or band is None or (band.right is not None and band.offset + band.right < 0):
+        return mods, window
+    if band.left is not None:
+        own = band.left - band.offset + 1
+        if own < 1:
+            return mods, window
+        window = own if window is None else min(own, window)
+    return dataclasses.replace(mods, mask=None, of_mask=()) if mods.score is not None else None, window
+
+
 def _are_given(check: ArgumentChecker, sizes: tuple[int, ...], **mods: Any) -> bool:
     given = [name for name, mod in mods.items() if mod is not None]
     if given and symbolic.is_open(*sizes):
@@ -148,22 +171,24 @@ def _used(*programs: Program | None) -> frozenset[int]:
 
 
 def _mask(
-    check: ArgumentChecker, sizes: Sizes, mask_mod: Any, block_mask: Any, band: MaskMod | None
-) -> BlockMask | None:
+    check: ArgumentChecker, sizes: Sizes, mask_mod: Any, block_mask: Any, band: Band
+) -> BlockMask | Band | None:
     if block_mask is None and mask_mod is None:
         return None
     if block_mask is None:
         traced = trace(check.function, "mask_mod", mask_mod)  # its words, were it no such function
         if 0 in sizes:
             return None
-        if band is not None:
-            traced = trace(check.function, "mask_mod", and_masks(mask_mod, band))
+        if band.left is not None or band.right is not None:
+            traced = trace(check.function, "mask_mod", and_masks(mask_mod, mod_of(band)))
+        if (whole := band_of(within(traced.program, sizes.lengths))) is not None:
+            return whole
         of_blocks = blocks.Sizes(sizes.batch, sizes.num_heads, sizes.q_len, sizes.kv_len, BLOCK, BLOCK)
         return blocks.of_program(traced.program, traced.arrays, of_blocks, exact=False)
     check.instance("block_mask", block_mask, BlockMask)
     if mask_mod is not None:
         check.fail("block_mask", "None where there is a mask_mod", "both")
-    if band is not None:
+    if band.left is not None or band.right is not None:
         check.fail(
             "block_mask", "neither causal nor sliding_window beside it (they may be part of it)", "both"
         )
@@ -176,7 +201,7 @@ def _mask(
     ):
         if size not in (None, wanted):
             check.fail("block_mask", f"one of {wanted} {what}, which its mask_mod tells apart", f"of {size}")
-    return block_mask
+    return band_of(block_mask.program) or block_mask
 
 
 def _by_group(lists: Lists, sizes: Sizes) -> Lists:

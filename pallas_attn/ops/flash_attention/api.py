@@ -14,7 +14,6 @@ from pallas_attn._call.operands import ready
 from pallas_attn._call.pools import handles
 from pallas_attn._call.sizes import too_wide
 from pallas_attn._tile import triton
-from pallas_attn._tile.band import Band
 from pallas_attn._tile.dense import DenseLayout
 from pallas_attn._types import ImplementationOrCuda
 from pallas_attn.mods.blocks import BlockMask
@@ -306,9 +305,7 @@ def serve(
     if queries is not None and (name := next((name for name, mod in given if mod is not None), None)):
         check.fail(name, "None beside documents (they may be part of it: mods.documents)", "both")
     sizes = Sizes(dims["batch"], dims["num_kv_heads"], group, dims["q_len"], dims["kv_len"])
-    mods, floats = of_call(check, sizes, score_mod, mask_mod, block_mask, arguments.mod_of(band))
-    if mods is not None and mods.mask is not None:
-        band = Band()  # which is in the mask
+    mods, floats, band = of_call(check, sizes, score_mod, mask_mod, block_mask, band)
     operands = Operands(
         query=arguments.split_heads(query, layout, group),
         key=key,

@@ -1,7 +1,5 @@
 """From a call's arguments to what kernels take: checks and normal forms."""
 
-import functools
-import operator
 from typing import Any
 
 import jax
@@ -11,7 +9,6 @@ import numpy as np
 from pallas_attn._call.checks import ArgumentChecker, check_int, shown
 from pallas_attn._call.options import DTYPES
 from pallas_attn._tile.band import Band
-from pallas_attn.mods.ready import MaskMod
 from pallas_attn.ops.flash_attention import segments
 
 LONGEST = 2**30  # tokens; positions are int32
@@ -73,17 +70,6 @@ def band(check: ArgumentChecker, causal: bool, window: Any, offset: int) -> Band
     left = None if left is None else min(left, LONGEST + offset)
     right = None if right is None else min(right, LONGEST - offset)
     return Band(left, 0 if causal else right, offset)
-
-
-def mod_of(band: Band) -> MaskMod | None:
-    """The band as a mask_mod, or None if every query sees every key."""
-    if band.left is None and band.right is None:
-        return None
-
-    def mask(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return functools.reduce(operator.and_, band.visible(query, key))
-
-    return mask
 
 
 def documents(

@@ -100,7 +100,7 @@ def _query_kernel(refs: BackwardOperands, d_query_ref, *, problem: Problem, tile
     rules = problem.rules
     queries, keys = sides(refs, problem, tiles)
     cell, index = of_program(problem, problem.blocks("query", tiles.block_q), 1)
-    mine = walk.block(queries, cell.batch, index)
+    mine = walk.looked_up(walk.block(queries, cell.batch, index), queries, keys, cell)
     pool = dense.Stream(rules.layout, cell.batch, (cell.kv_head,))
     rows = rows_of(refs, problem, cell, mine.tokens, mine.real)
     of_mods = mods.over_refs(refs.mods, refs.captured, cell, of_score=slope)
@@ -155,6 +155,8 @@ def _key_value_kernel(
     queries, keys = sides(refs, problem, tiles)
     index, kv_head, batch = (triton.program_id(axis) for axis in range(3))
     mine = walk.block(keys, batch, index)
+    if problem.group == 1:
+        mine = walk.looked_up(mine, keys, queries, scores.Cell(batch, kv_head, jnp.int32(0)))
     pool = dense.Stream(rules.layout, batch, (kv_head,))
     k = pool.read(refs.key, mine.tokens, mine.real, problem.query_chunks)
     v = pool.read(refs.value, mine.tokens, mine.real, problem.value_chunks)
@@ -188,8 +190,9 @@ def _key_value_kernel(
         transposed = rules.band.transposed()
         of_mods = mods.over_refs(refs.mods, refs.captured, cell, of_score=of_score, queries_first=False)
         of_mods = of_mods.at(KEY, mine.tokens, problem.kv_len)
+        own = mine if mine.listed is not None else walk.looked_up(mine, keys, queries, cell)
         return walk.walk(
-            mine, part, keys, queries, transposed, cell, functools.partial(step, cell, of_mods), sums
+            own, part, keys, queries, transposed, cell, functools.partial(step, cell, of_mods), sums
         )
 
     def zeros(chunks: Sequence[Chunk]) -> list[jax.Array]:

@@ -137,7 +137,7 @@ def _along_kernel(
     holds_queries = form == "queries"
     own, other = (queries, keys) if holds_queries else (keys, queries)
     band = problem.rules.band if holds_queries else problem.rules.band.transposed()
-    mine = walk.block(own, batch, flat // np.int32(problem.group))
+    mine = walk.looked_up(walk.block(own, batch, flat // np.int32(problem.group)), own, other, cell)
     held = _Side(refs, problem, cell, holds_queries, mine.tokens, mine.real)
     of_mods = mods.over_refs(
         refs.mods, refs.captured, cell, of_score=functools.partial(_only, reads), queries_first=holds_queries

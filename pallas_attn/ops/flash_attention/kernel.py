@@ -85,7 +85,7 @@ def _forward_kernel(
     rules = problem.rules
     queries, keys = sides(refs, problem, tiles)
     cell, index = of_program(problem, problem.blocks("query", tiles.block_q), heads_together(problem))
-    mine = walk.block(queries, cell.batch, index)
+    mine = walk.looked_up(walk.block(queries, cell.batch, index), queries, keys, cell)
     stream = dense.Stream(rules.layout, cell.batch, (cell.kv_head, cell.place))
     pool = dense.Stream(rules.layout, cell.batch, (cell.kv_head,))
     q = stream.read(refs.query, mine.tokens, mine.real, problem.query_chunks)

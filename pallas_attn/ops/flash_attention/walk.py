@@ -43,6 +43,7 @@ class Block(NamedTuple):
     last: jax.Array
     """The last real one."""
     rank: jax.Array | None
+    listed: "Listed | None" = None
 
 
 class Part(NamedTuple):
@@ -99,6 +100,38 @@ def parts(mine: Block, visit: Callable[[Part], None]) -> None:
     lax.fori_loop(lowest, jnp.max(mine.rank) + 1, document, None)
 
 
+class Listed(NamedTuple):
+    """The tiles that a block_mask lists for a block."""
+
+    lists: Lists
+    place: tuple[jax.Array, ...]
+    ends: tuple[jax.Array, jax.Array]
+    """Ends in the list: of blocks that are seen whole, which come first, and of all."""
+    first: tuple[jax.Array, jax.Array]
+    """The run at its beginning."""
+    tiles: int
+    """Tiles of each block in the list."""
+
+    def run(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(first block, number of adjacent blocks) of the run at entry `i`; of one behind the last, anything."""
+        return _run(self.lists, self.place, jnp.minimum(i, self.lists.order.shape[-1] - 1))
+
+
+def looked_up(mine: Block, own: Side, other: Side, cell: Cell) -> Block:
+    """With what a block_mask lists for a head's block. Before its tokens are read, so that both come together."""
+    if own.lists is None:
+        return mine
+    lead = (jnp.int32(0) if size == 1 else i for size, i in zip(own.lists.ends.shape, cell, strict=False))
+    place = (*lead, mine.first // np.int32(own.listed))
+    full, partial = (triton.load(own.lists.ends.at[*place, jnp.int32(i)]) for i in range(2))
+    first, tiles = _run(own.lists, place, jnp.int32(0)), other.listed // other.block
+    return mine._replace(listed=Listed(own.lists, place, (full, partial), first, tiles))
+
+
+def _run(lists: Lists, place: tuple[jax.Array, ...], i: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return triton.load(lists.order.at[*place, i]), triton.load(lists.runs.at[*place, i])
+
+
 def walk(
     mine: Block,
     part: Part,
@@ -111,8 +144,8 @@ def walk(
 ) -> Any:
     """`step(state, tile)` for each tile that the part of `mine` visits, in order; `sees` is from the view of `mine`."""
     batch = cell.batch
-    if own.lists is not None:
-        return _listed(_Listed.of(mine, own, other, cell), other, step, state)
+    if mine.listed is not None:
+        return _over_lists(mine.listed, other, step, state)
     seen = _seen(mine, part, own, other, sees, batch)
     visited = band.tiles(*seen, other.block)
     if part.rank is None:
@@ -125,13 +158,14 @@ def walk(
 def sample(
     mine: Block, part: Part, own: Side, other: Side, sees: Band, cell: Cell, size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """([size] tokens, which of them exist), evenly spread over those that the part of `mine` sees."""
+    """([size] tokens, which of them exist), evenly spread over those that the part of `mine` sees; of a list, over its
+    first run."""
     batch = cell.batch
-    if own.lists is not None:
-        listed = _Listed.of(mine, own, other, cell)
-        places = jnp.arange(size) * (listed.ends[1] * listed.tiles) // np.int32(size)
-        tokens = listed.tile(places) * other.block + other.block // 2
-        return tokens, (tokens < other.length) & (listed.ends[1] > 0)
+    if mine.listed is not None:
+        first, blocks = (one * np.int32(other.listed) for one in mine.listed.first)
+        apart = blocks // size
+        tokens = first + apart // 2 + apart * jnp.arange(size)
+        return tokens, (tokens < other.length) & (mine.listed.ends[1] > 0)
     begin, end = _seen(mine, part, own, other, sees, batch).seen
     apart = jnp.maximum((end - begin) // size, 1)
     tokens = begin + apart // 2 + apart * jnp.arange(size)
@@ -180,39 +214,9 @@ def _tiles(tiles: band.Tiles, met, edges: tuple[bool, bool], other: Side, rank, 
     return tiles.over_edges(masked, state)
 
 
-class _Listed(NamedTuple):
-    """The tiles that a block_mask lists for a block."""
-
-    lists: Lists
-    place: tuple[jax.Array, ...]
-    ends: tuple[jax.Array, jax.Array]
-    """Ends in the list: of blocks that are seen whole, which come first, and of all."""
-    tiles: int
-    """Tiles of each block in the list."""
-
-    @classmethod
-    def of(cls, mine: Block, own: Side, other: Side, cell: Cell) -> "_Listed":
-        assert own.lists is not None
-        lead = (jnp.int32(0) if size == 1 else i for size, i in zip(own.lists.ends.shape, cell, strict=False))
-        place = (*lead, mine.first // np.int32(own.listed))
-        full, partial = (triton.load(own.lists.ends.at[*place, jnp.int32(i)]) for i in range(2))
-        return cls(own.lists, place, (full, partial), other.listed // other.block)
-
-    def tile(self, i: jax.Array) -> jax.Array:
-        """Numbers of the tiles at places `i` of the list."""
-        tiles = np.int32(self.tiles)
-        return self._at(self.lists.order, i // tiles) * tiles + i % tiles
-
-    def run(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(first tile, number of adjacent blocks) of the run at entry `i`."""
-        return self._at(self.lists.order, i) * np.int32(self.tiles), self._at(self.lists.runs, i)
-
-    def _at(self, ref: Any, i: jax.Array) -> jax.Array:
-        return triton.load(ref.at[tuple(jnp.broadcast_to(one, i.shape) for one in (*self.place, i))])
-
-
-def _listed(listed: _Listed, other: Side, step, state) -> Any:
+def _over_lists(listed: Listed, other: Side, step, state) -> Any:
     """Walks over runs of adjacent blocks, so that the inner loop, which Triton pipelines, has no look-ups."""
+    tiles = np.int32(listed.tiles)
 
     def clear(tile, state: Any) -> Any:
         tokens = tile * other.block + jnp.arange(other.block)
@@ -225,13 +229,16 @@ def _listed(listed: _Listed, other: Side, step, state) -> Any:
         held = jnp.ones(other.block, bool) if whole else tokens < other.length
         return step(state, Tile(tokens, held, True))
 
-    def over(begin, end, visit, state: Any) -> Any:
-        def run(carry):
-            i, state = carry
-            first, blocks = listed.run(i)
-            return i + blocks, lax.fori_loop(first, first + blocks * listed.tiles, visit, state)
+    def over(begin, end, run, visit, state: Any) -> Any:
+        """`run` is that at `begin`. The next one is looked up ahead of a walk, which does not wait for it then."""
 
-        return lax.while_loop(lambda carry: carry[0] < end, run, (begin, state))[1]
+        def walked(carry):
+            i, (first, blocks), state = carry
+            following = listed.run(i + blocks)
+            state = lax.fori_loop(first * tiles, (first + blocks) * tiles, visit, state)
+            return i + blocks, following, state
 
-    full, partial = listed.ends
-    return over(full, partial, masked, over(jnp.int32(0), full, clear, state))
+        return lax.while_loop(lambda carry: carry[0] < end, walked, (begin, run, state))[2]
+
+    (full, partial), first_partial = listed.ends, listed.run(listed.ends[0])
+    return over(full, partial, first_partial, masked, over(jnp.int32(0), full, listed.first, clear, state))

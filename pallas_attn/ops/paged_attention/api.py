@@ -15,7 +15,7 @@ from pallas_attn._call.sizes import MAX_HEAD_DIM, too_wide
 from pallas_attn._tile import triton
 from pallas_attn._tile.masking import LocalStride, Rules
 from pallas_attn._types import BlockTables, Implementation, KVCache, Layout, Lse, Query, SeqLens
-from pallas_attn.mods.call import PagedSizes, over_pages
+from pallas_attn.mods.call import PagedSizes, as_window, over_pages
 from pallas_attn.mods.ready import MaskMod, ScoreMod
 from pallas_attn.ops.paged_attention import config as tiles
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
@@ -236,6 +236,8 @@ def paged_attention(
 
     sizes = PagedSizes(query.shape[0], num_heads, block_tables.shape[1], pool.page_size)
     mods, captured = over_pages(check, sizes, score_mod, mask_mod, query_positions, shared_seqs=True)
+    if tree_mask is None and traced_window is None and block_sparse is None:
+        mods, sliding_window = as_window(mods, sliding_window)
     operands = Operands(
         query=query if query.ndim == 4 else query[:, None],
         key_cache=key_cache,

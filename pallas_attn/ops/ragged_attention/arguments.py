@@ -10,7 +10,7 @@ from pallas_attn._call.checks import ArgumentChecker, is_array, is_number, shown
 from pallas_attn._call.operands import ready
 from pallas_attn._call.pools import FP8_DTYPES, QUANTIZED_DTYPES, check_pools, key_pool_shape
 from pallas_attn._tile.masking import Rules
-from pallas_attn.mods.call import PagedSizes, over_pages
+from pallas_attn.mods.call import PagedSizes, as_window, over_pages
 from pallas_attn.ops.ragged_attention.operands import Operands
 
 
@@ -94,6 +94,8 @@ def made(
     max_seqs, max_pages = arrays["block_tables"].shape
     sizes = PagedSizes(max_seqs, query.shape[1], max_pages, pool.page_size)
     mods, captured = over_pages(check, sizes, score_mod, mask_mod, query_positions, shared_seqs=False)
+    if causal and tree_mask is None and traced_window is None:
+        mods, sliding_window = as_window(mods, sliding_window)
     operands = Operands(
         query=query,
         key_cache=key_cache,
