@@ -75,6 +75,8 @@ class Consumer {
   using Summed =
       std::conditional_t<kForm == Form::kFull && std::is_same_v<Element, __half>, Rounded<Element>, Exact>;
   static constexpr int kKeySteps = kKeys / kStepDims;
+  using Keys = typename Plan::Keys;
+  using Values = typename Plan::Values;
 
   // One loop over all key tiles of all tiles, so that its code is there once: short tiles are many, and what
   // is not in the instruction cache takes longer than their products. A tile's last product, too, runs beside
@@ -270,7 +272,8 @@ class Consumer {
     if (kGathered) ptx::fence_async_shared();
     const uint64_t query =
         ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.fragment_of(query_stage_, 0, warpgroup_), 0));
-    const uint64_t key = ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.sK[key_stage_], 0));
+    const uint64_t key =
+        ptx::uniform_descriptor(ptx::wgmma_descriptor(&smem_.sK[key_stage_], 0, Keys::kEightStride));
     ptx::wgmma_claim(rS_);
     ptx::wgmma_fence();
 #pragma unroll
@@ -278,7 +281,7 @@ class Consumer {
       const uint32_t within = step % kStepsPerPiece * kStepDims * 2;
       const uint32_t piece = step / kStepsPerPiece;
       const uint64_t step_query = ptx::advance_descriptor(query, piece * (Shape::kRows * kRowBytes) + within);
-      const uint64_t step_key = ptx::advance_descriptor(key, piece * (kKeys * kRowBytes) + within);
+      const uint64_t step_key = ptx::advance_descriptor(key, piece * Keys::kPieceStride + within);
       ptx::wgmma_k16<Element, ptx::kKMajor>(rS_, step_query, step_key, step > 0);
     }
     ptx::wgmma_commit();
@@ -304,20 +307,21 @@ class Consumer {
   __device__ __forceinline__ void issue_values(bool first) {
     ptx::mbarrier_wait(&smem_.values.full[value_stage_][0], value_phases_.full(value_stage_));
     if (kGathered) ptx::fence_async_shared();
-    const uint64_t value =
-        ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.sV[value_stage_], kKeys * kRowBytes));
+    const uint64_t value = ptx::uniform_descriptor(
+        ptx::wgmma_descriptor(&smem_.sV[value_stage_], Values::kPieceStride, Values::kEightStride));
     ptx::wgmma_touch(rO_);
     ptx::wgmma_touch(rP_);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kKeySteps; ++step) {
       const auto& weights = static_cast<const uint32_t (&)[4]>(rP_[step]);
-      const uint64_t step_value = ptx::advance_descriptor(value, step * kStepDims * kRowBytes);
+      const uint64_t step_value =
+          ptx::advance_descriptor(value, step * (kStepDims / 8) * Values::kEightStride);
       if constexpr (Shape::kThreads == kManyThreads && Shape::kValueDim == 256) {
         // An instruction has no more registers than a thread begins with, here 128.
         constexpr int kHalf = accumulators(Shape::kValueDim) / 2;
         const uint64_t other =
-            ptx::advance_descriptor(step_value, Shape::kValuePieces / 2 * kKeys * kRowBytes);
+            ptx::advance_descriptor(step_value, Shape::kValuePieces / 2 * Values::kPieceStride);
         auto& left = reinterpret_cast<float (&)[kHalf]>(rO_[0]);
         auto& right = reinterpret_cast<float (&)[kHalf]>(rO_[kHalf]);
         ptx::wgmma_k16<Element, ptx::kMNMajor>(left, weights, step_value, !first || step > 0);
@@ -335,15 +339,15 @@ class Consumer {
     const bool mixed = is_mixed(tile);
     if (low <= 0 && high >= kKeys && !mixed) return;
     constexpr int kChunks = kRowBytes / sizeof(uint4);
+    Values& values = smem_.sV[value_stage_];
     for (int piece = 0; piece < Shape::kValuePieces; ++piece) {
-      uint4* rows = reinterpret_cast<uint4*>(smem_.sV[value_stage_][piece]);
 #pragma unroll 1
       for (int i = warpgroup_ * kWarpgroupThreads + thread_; i < kKeys * kChunks;
            i += Shape::kConsumerThreads) {
         const int row = i / kChunks;
         const bool seen = row >= low && row < high;
         if (!seen || (mixed && !is_own_key(params_, tile, key_ * kKeys + row)))
-          rows[i] = make_uint4(0, 0, 0, 0);
+          static_cast<uint4*>(values.row_of(piece, row))[i % kChunks] = make_uint4(0, 0, 0, 0);
       }
     }
     ptx::fence_async_shared();

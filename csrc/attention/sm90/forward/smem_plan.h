@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "attention/sm90/forward/config.h"
+#include "attention/sm90/forward/key_tile.h"
 #include "sm90/ring.h"
 #include "sm90/shared_limit.h"
 
@@ -67,11 +68,12 @@ struct TileScales<Shape, Feed::kConverted> {
 template <typename Shape>
 struct alignas(1024) SmemPlan {
   using QueryPiece = SwizzledPiece<Shape::kRows>;
-  using KeyPiece = SwizzledPiece<Shape::kKeys>;
+  using Keys = KeyTile<Shape::kKeys, Shape::kPieces, Shape::kWoven>;
+  using Values = KeyTile<Shape::kKeys, Shape::kValuePieces, Shape::kWoven>;
 
   QueryPiece sQ[Shape::kQueryStages][Shape::kPieces];
-  KeyPiece sK[Shape::kKeyStages][Shape::kPieces];
-  KeyPiece sV[Shape::kValueStages][Shape::kValuePieces];
+  Keys sK[Shape::kKeyStages];
+  Values sV[Shape::kValueStages];
 
   // A math warpgroup's rows of the queries.
   __device__ auto& fragment_of(int stage, int piece, int warpgroup) {
