@@ -67,6 +67,10 @@ inline void tma_load_5d(void* to, const CUtensorMap* map, uint64_t* barrier, int
                         int c4) {
   load_box<5>(to, map, barrier, {c0, c1, c2, c3, c4});
 }
+inline void tma_load_5d(void* to, const CUtensorMap* map, uint64_t* barrier, uint64_t, int c0, int c1, int c2,
+                        int c3, int c4) {
+  load_box<5>(to, map, barrier, {c0, c1, c2, c3, c4});
+}
 
 inline void bulk_prefetch(const void* source, uint32_t bytes) {
   stand_in::expect_aligned("a prefetch of", reinterpret_cast<uint64_t>(source), 16);

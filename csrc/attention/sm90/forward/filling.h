@@ -32,10 +32,7 @@ class Filling {
     return &ring().full[stage_][0];
   }
   __device__ void wait_until_empty() { ptx::mbarrier_wait(&ring().empty[stage_][0], phases_.empty(stage_)); }
-  __device__ void advance() {
-    phases_.advance(stage_);
-    stage_ = (stage_ + 1) % kStages;
-  }
+  __device__ void advance() { sm90::advance(stage_, phases_); }
 
  private:
   __device__ auto& ring() {

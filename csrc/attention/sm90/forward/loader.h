@@ -11,6 +11,7 @@
 #include "attention/sm90/forward/sources.h"
 #include "attention/sm90/forward/woven.h"
 #include "ptx/async_copy.h"
+#include "ptx/cache.h"
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
 
@@ -89,8 +90,14 @@ class Loader {
       }
     } else if (in_pages) {
       const WovenHeads heads(source_.strides(), source_.dim(), source_.params.page_size);
-      ptx::tma_load_5d(buffer.row_of(0, first), &map_, filling_.full(), 0, 0, tile.kv_head * heads.pieces,
-                       tile.kv_head * heads.eights + token / 8, batch);
+      const int piece = tile.kv_head * heads.pieces, eight = tile.kv_head * heads.eights + token / 8;
+      // Nobody reads these again.
+      if (tile.is_lone) {
+        ptx::tma_load_5d(buffer.row_of(0, first), &map_, filling_.full(), ptx::l2_evict_first_policy(), 0, 0,
+                         piece, eight, batch);
+      } else {
+        ptx::tma_load_5d(buffer.row_of(0, first), &map_, filling_.full(), 0, 0, piece, eight, batch);
+      }
     } else {
       for (int row = 0; row < box_rows_; row += 8) {
         ptx::tma_load_5d(buffer.row_of(0, first + row), &rows_map_, filling_.full(), 0, token + row, 0,

@@ -37,7 +37,8 @@ struct Tile {
   float value_scale;  // of its results
   // Of the sequence's keys [seen_begin, seen_end) are seen by some query; others may hold NaN.
   int seen_begin, seen_end;
-  int partial;  // the number of the partial result; negative: the result is final
+  bool is_lone;  // the sequence's only one
+  int partial;   // the number of the partial result; negative: the result is final
   // Where not all queries (keys) between its first and last are the document's: the rank of those that are;
   // else negative.
   int q_rank, k_rank;
