@@ -1,5 +1,5 @@
-"""Prompts over pages on Hopper, and sequences that are decoded beside them: the CUDA kernel of csrc/attention, and for
-those of 8-bit caches that are decoded the Pallas kernel's short launch."""
+"""Prompts over pages on Hopper, and sequences that are decoded beside them: the CUDA kernel of csrc/attention. Of some
+calls decoded sequences are left to the Pallas kernel's short launch."""
 
 import dataclasses
 import functools
@@ -18,6 +18,8 @@ from pallas_attn.ops.ragged_attention.operands import Operands
 
 NARROW_HEADS = 64
 """For heads up to this width exponentials take as long as products, and Pallas' kernel is as fast."""
+STANDBY_HEADS = 128
+"""For heads up to this width warpgroups of the CUDA kernel stand by in tiles in which they have no rows."""
 
 
 def unsupported(operands: Operands) -> str | None:
@@ -46,9 +48,11 @@ def is_slower(operands: Operands) -> bool:
 
 
 def leaves_decoded(operands: Operands) -> bool:
-    """Whether decoded sequences are left to Pallas. One launch serves them as fast, but for caches whose bytes the CUDA
-    kernel would convert for a few rows each."""
-    return is_quantized(operands.key_cache.dtype)
+    """Whether decoded sequences are left to Pallas. One launch for all takes less time, but for heads so wide that no
+    warpgroup of the CUDA kernel stands by while another has the few rows of such a sequence, and for caches whose bytes
+    it would convert for them."""
+    wide = max(operands.pool.head_dim, operands.value_dim) > STANDBY_HEADS
+    return wide or is_quantized(operands.key_cache.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -125,8 +125,8 @@ constexpr int kToldTiles = 3;
 PALLAS_ATTN_HOST_DEVICE constexpr int next_told(int told) { return told + 1 == kToldTiles ? 0 : told + 1; }
 
 // The feeding side's copies are of 16 bytes where pages are shorter than boxes of so many rows: the copy
-// engine takes 1.4 times as long for boxes of eight, which the swizzle would allow.
-constexpr int kLeastBoxRows = 16;
-constexpr int kLeastWovenRows = 8;
+// engine takes 1.4 times as long for boxes of eight, which the swizzle would allow. Of several pieces a row,
+// it takes no longer than threads.
+constexpr int kLeastBoxRows = 16, kLeastWovenRows = 8;
 
 }  // namespace pallas_attn::attention::sm90

@@ -174,8 +174,8 @@ class Consumer {
     told_ = next_told(told_);
   }
 
-  // Whether a sequence's only tile has no query among the warpgroup's rows. Of a prompt's last tile it goes
-  // through the motions: leaving the walk for one tile takes longer.
+  // Whether a sequence's only tile has no query among the warpgroup's rows. In a prompt's last tile it works
+  // on rows that are nobody's: to leave the walk for one tile takes longer.
   __device__ __forceinline__ bool is_idle(int told) const {
     const Told& tile = smem_.tiles[told];
     const int rows = (tile.is_lone ? tile.tokens : Shape::kRows) * group_.size;

@@ -1,5 +1,5 @@
 // A warp that has the keys of one tile after the other fetched by the copy engine, or the values: from rows,
-// or from pages of a multiple of 16 tokens.
+// or from pages of a multiple of 16 tokens, of 8 where boxes have whole rows.
 #pragma once
 
 #include <cstdint>
