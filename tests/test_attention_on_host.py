@@ -79,6 +79,10 @@ def made(*sizes, **options) -> RaggedCase:
         made(4, 2, 64, 16),
         made(4, 2, 64, 5, "float16", "HND", sliding_window=40, sinks=True),
         made(2, 1, 128, 24, "bfloat16", "HND", softcap=9.0, alibi=True),
+        made(4, 2, 128, 8, "float16", sliding_window=40),
+        made(2, 2, 256, 32, "bfloat16", "HND"),
+        made(2, 2, 192, 16, value_dim=128),
+        made(2, 1, 112, 16),
         made(2, 1, 120, 1, causal=False),
     ],
     ids=lambda case: case.id,
@@ -95,6 +99,7 @@ def test_pages(program, case):
         made(4, 2, 64, 8, "float16", "HND", sliding_window=40, sinks=True),
         made(2, 1, 64, 3, sliding_window=90),
         made(2, 1, 128, 256, "bfloat16", "HND", softcap=9.0, alibi=True),
+        made(4, 2, 128, 24),
         made(2, 1, 192, 64, value_dim=128),
         made(2, 1, 96, 1, causal=False),
     ],
@@ -149,10 +154,10 @@ def test_scores_that_outgrow_the_first_maximum(program, dtype, growth):
 
 
 @pytest.mark.parametrize("cache_dtype", CACHES, ids=str)
-@pytest.mark.parametrize("page_size", [16, 5])
-def test_a_bad_page_spoils_rows_that_see_it_and_no_others(program, page_size, cache_dtype):
+@pytest.mark.parametrize(("page_size", "head_dim"), [(16, 64), (16, 128), (5, 64)])
+def test_a_bad_page_spoils_rows_that_see_it_and_no_others(program, page_size, head_dim, cache_dtype):
     options = {"scale_per_head": True, "cache_dtype": cache_dtype} if cache_dtype else {}
-    case = RaggedCase((150, 150), 2, 1, 64, page_size, q_lens=(150, 150), **options)
+    case = RaggedCase((150, 150), 2, 1, head_dim, page_size, q_lens=(150, 150), **options)
     data = inputs.make_ragged(case)
     first = 100 // page_size * page_size
     data.block_tables[0, 100 // page_size] = -5

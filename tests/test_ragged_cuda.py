@@ -146,10 +146,17 @@ def lowered(monkeypatch, case: RaggedCase, **options):
 
 
 def test_a_hopper_gpu_takes_it_by_itself(monkeypatch):
-    text = lowered(monkeypatch, CASES[0])
+    assert "pallas_attn_attention_forward_sm90" in lowered(monkeypatch, CASES[0])
+
+
+@pytest.mark.parametrize(
+    ("dim", "cache_dtype", "apart"), [(128, None, False), (128, "int8", True), (192, None, True)]
+)
+def test_which_decoded_sequences_are_the_other_kernels(monkeypatch, dim, cache_dtype, apart):
+    case = RaggedCase(LENS, 8, 2, dim, 16, q_lens=Q_LENS, cache_dtype=cache_dtype)
+    text = lowered(monkeypatch, case, implementation="cuda")
     assert "pallas_attn_attention_forward_sm90" in text
-    # Sequences that are decoded are the other kernel's.
-    assert "pallas_attn_ragged_attention_short" in text
+    assert ("pallas_attn_ragged_attention_short" in text) == apart
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ LaunchStatus encode_tensor_map(const TensorTile<kRank>& tile, CUtensorMapDataTyp
   if (encode == nullptr) {
     return status_of(cudaErrorSymbolNotFound, "looking up cuTensorMapEncodeTiled in the driver");
   }
-  const uint32_t element_strides[4] = {1, 1, 1, 1};
+  const uint32_t element_strides[5] = {1, 1, 1, 1, 1};
   // What a tile's row is. Asked for 256 bytes, which fetches a neighbour's row too, an H200 streams pages of
   // MLA up to 6% more slowly.
   constexpr CUtensorMapL2promotion kFetchedAtOnce = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
@@ -42,5 +42,6 @@ LaunchStatus encode_tensor_map(const TensorTile<kRank>& tile, CUtensorMapDataTyp
 
 template LaunchStatus encode_tensor_map(const TensorTile<3>&, CUtensorMapDataType, CUtensorMap*);
 template LaunchStatus encode_tensor_map(const TensorTile<4>&, CUtensorMapDataType, CUtensorMap*);
+template LaunchStatus encode_tensor_map(const TensorTile<5>&, CUtensorMapDataType, CUtensorMap*);
 
 }  // namespace pallas_attn

@@ -2,8 +2,8 @@
 //
 // Operands in shared memory lie under the 128-byte swizzle, in pieces of 64 (the contiguous dimension, 128
 // bytes) by any multiple of 8, each piece starting at a multiple of 1024 bytes:
-//   * K-major (the contiguous dimension is the one summed over): rows of 8 follow each other every 1024
-//   bytes.
+//   * K-major (the contiguous dimension is the one summed over): rows of 8 follow each other, or at
+//     `eight_bytes`.
 //   * MN-major (the contiguous dimension is the output's): the same, and neighbouring pieces of 64 outputs
 //     follow each other at the leading offset.
 #pragma once
@@ -20,11 +20,12 @@ namespace pallas_attn::ptx {
 
 constexpr uint32_t kSwizzleAtomBytes = 1024;  // 8 rows of 128 bytes
 
-__device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile, uint32_t leading_bytes) {
+__device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile, uint32_t leading_bytes,
+                                                     uint32_t eight_bytes = kSwizzleAtomBytes) {
   constexpr uint64_t kSwizzle128 = 1;
   return static_cast<uint64_t>((shared_address(tile) & 0x3FFFF) >> 4) |
-         static_cast<uint64_t>(leading_bytes >> 4) << 16 |
-         static_cast<uint64_t>(kSwizzleAtomBytes >> 4) << 32 | kSwizzle128 << 62;
+         static_cast<uint64_t>(leading_bytes >> 4) << 16 | static_cast<uint64_t>(eight_bytes >> 4) << 32 |
+         kSwizzle128 << 62;
 }
 
 // The start address is the descriptor's lowest field, in units of 16 bytes, and never overflows into others.

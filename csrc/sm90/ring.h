@@ -45,6 +45,13 @@ class Phases {
   uint32_t bits_ = 0;
 };
 
+// To the next buffer.
+template <int kStages>
+__device__ __forceinline__ void advance(int& stage, Phases<kStages>& phases) {
+  phases.advance(stage);
+  stage = (stage + 1) % kStages;
+}
+
 // A warp, to which `thread` belongs, is done with a buffer.
 __device__ __forceinline__ void release(uint64_t* empty, int thread) {
   __syncwarp();

@@ -46,7 +46,7 @@ using std::min;
 
 namespace stand_in {
 
-constexpr int kMostThreads = 512, kWarps = kMostThreads / 32, kWarpgroups = kMostThreads / 128;
+constexpr int kMostThreads = 1024, kWarps = kMostThreads / 32, kWarpgroups = kMostThreads / 128;
 inline int threads = 384;  // of a CTA
 constexpr size_t kSharedBytes = 232448;
 inline char* shared;  // memory of the CTA whose turn it is
@@ -309,6 +309,10 @@ inline void __syncwarp() { stand_in::cta().warp[stand_in::warp()].wait(); }
 inline void __syncthreads() {
   stand_in::cta().named[0].size = stand_in::threads;
   stand_in::cta().named[0].wait();
+}
+inline int __syncthreads_or(int flag) {
+  stand_in::cta().named[0].size = stand_in::threads;
+  return stand_in::cta().named[0].wait(flag != 0);
 }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }

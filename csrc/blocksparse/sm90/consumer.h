@@ -205,12 +205,6 @@ class Consumer {
     }
   }
 
-  template <int kStages>
-  __device__ __forceinline__ static void advance(int& stage, Phases<kStages>& phases) {
-    phases.advance(stage);
-    stage = (stage + 1) % kStages;
-  }
-
   const PrefillParams& params_;
   SmemPlan& smem_;
   const int half_;

@@ -151,8 +151,8 @@ def ragged_paged_attention(
             kernel serves sequences that are decoded), "pallas" (sm_80 or newer; e4m3 from sm_89), "triton" (the same
             kernel by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere, for debugging and
             CPUs) or "interpret" (the Pallas kernel run in Python, slow).
-        config: tile sizes for "pallas", "triton" and "interpret"; "cuda" uses `short`. None takes the measured or the
-            heuristic ones.
+        config: tile sizes for "pallas", "triton" and "interpret"; "cuda" uses `short` of 8-bit caches and heads wider
+            than 128, whose decoded sequences Pallas serves. None takes the measured or the heuristic ones.
 
     Returns:
         out [total_tokens, num_heads, value_dim] in query's dtype or `out_dtype`; with return_lse, also lse

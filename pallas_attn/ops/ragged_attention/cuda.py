@@ -1,5 +1,5 @@
-"""Prompts over pages on Hopper: the CUDA kernel of csrc/attention for sequences with many query rows, and the Pallas
-kernel's short launch for decoded ones."""
+"""Prompts over pages on Hopper, and sequences that are decoded beside them: the CUDA kernel of csrc/attention. Of some
+calls decoded sequences are left to the Pallas kernel's short launch."""
 
 import dataclasses
 import functools
@@ -18,6 +18,8 @@ from pallas_attn.ops.ragged_attention.operands import Operands
 
 NARROW_HEADS = 64
 """For heads up to this width exponentials take as long as products, and Pallas' kernel is as fast."""
+STANDBY_HEADS = 128
+"""For heads up to this width warpgroups of the CUDA kernel stand by in tiles in which they have no rows."""
 
 
 def unsupported(operands: Operands) -> str | None:
@@ -45,6 +47,14 @@ def is_slower(operands: Operands) -> bool:
     return narrow or is_quantized(operands.key_cache.dtype) or all_decode
 
 
+def leaves_decoded(operands: Operands) -> bool:
+    """Whether decoded sequences are left to Pallas. One launch for all takes less time, but for heads so wide that no
+    warpgroup of the CUDA kernel stands by while another has the few rows of such a sequence, and for caches whose bytes
+    it would convert for them."""
+    wide = max(operands.pool.head_dim, operands.value_dim) > STANDBY_HEADS
+    return wide or is_quantized(operands.key_cache.dtype)
+
+
 @functools.partial(jax.jit, static_argnames="config")
 def ragged_attention_cuda(
     operands: Operands, *, config: RaggedAttentionConfig
@@ -66,6 +76,7 @@ def ragged_attention_cuda(
         new = operands.key[None], operands.value[None]
     if operands.out is not None and operands.lse is not None:
         kept = operands.out[None], operands.lse[None]
+    short = config.short if leaves_decoded(operands) else None
     out, lse = hopper_forward.forward(
         operands.query[None],
         operands.key_cache,
@@ -86,14 +97,12 @@ def ragged_attention_cuda(
         value_scale=operands.v_scale,
         ends_aligned=True,
         key_heads_first=operands.layout == "HND",
-        skip_rows=max(
-            config.short.block_q if config.short else 0, sizes.group if operands.skip_decode else 0
-        ),
+        skip_rows=max(short.block_q if short else 0, sizes.group if operands.skip_decode else 0),
         kept=kept,
     )
     operands = dataclasses.replace(operands, out=out[0], lse=lse[0])
     # A decoded sequence has one query; with drafts, more.
-    if config.short is None or (operands.skip_decode and config.short.block_q < 2 * sizes.group):
+    if short is None or (operands.skip_decode and short.block_q < 2 * sizes.group):
         return out[0], lse[0]
     return kernel.ragged_attention_pallas(
         operands, config=config, only_short=True, lowering=triton.first_lowering()

@@ -2,6 +2,9 @@
 
 #include <cuda.h>
 
+#include <algorithm>
+#include <array>
+
 #include "common/tensor_tile.h"
 #include "ptx/mbarrier.h"
 
@@ -19,44 +22,54 @@ inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barr
 }
 
 // What stands in for a tensor map, in its memory.
+template <int kRank>
 struct Map {
-  TensorTile<4> tile;
+  TensorTile<kRank> tile;
   uint32_t element_bytes, swizzled;
 };
-static_assert(sizeof(Map) <= sizeof(CUtensorMap));
+static_assert(sizeof(Map<5>) <= sizeof(CUtensorMap));
 
 inline void tma_prefetch_descriptor(const CUtensorMap*) {}
 
-inline void tma_load_4d(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1, int c2, int c3) {
-  Map box;
+// Innermost dimension first, as its elements lie in shared memory.
+template <int kRank>
+void load_box(void* to, const CUtensorMap* map, uint64_t* barrier, const int (&first)[kRank]) {
+  Map<kRank> box;
   std::memcpy(&box, map, sizeof(box));
-  const TensorTile<4>& tile = box.tile;
   stand_in::expect_aligned("a box at", shared_address(to), box.swizzled ? 1024 : 128);
+  std::array<int64_t, kRank> begin;
+  std::copy(first, first + kRank, begin.begin());
   stand_in::begin({[=] {
-    const int first[4] = {c0, c1, c2, c3};
-    const uint32_t row_bytes = tile.box[0] * box.element_bytes;
-    uint32_t at = shared_address(to), i[4];
-    for (i[3] = 0; i[3] < tile.box[3]; ++i[3]) {
-      for (i[2] = 0; i[2] < tile.box[2]; ++i[2]) {
-        for (i[1] = 0; i[1] < tile.box[1]; ++i[1], at += row_bytes) {
-          for (i[0] = 0; i[0] < tile.box[0]; ++i[0]) {
-            const char* from = static_cast<const char*>(tile.base);
-            bool inside = true;
-            for (int d = 0; d < 4; ++d) {
-              const int64_t index = int64_t{first[d]} + i[d];
-              inside &= index >= 0 && static_cast<uint64_t>(index) < tile.extent[d];
-              from += index * static_cast<int64_t>(d == 0 ? box.element_bytes : tile.strides_bytes[d - 1]);
-            }
-            uint32_t byte = at + i[0] * box.element_bytes;
-            if (box.swizzled) byte ^= (byte >> 7 & 7) << 4;
-            if (inside) std::memcpy(stand_in::shared + byte, from, box.element_bytes);
-            if (!inside) std::memset(stand_in::shared + byte, 0, box.element_bytes);
-          }
-        }
+    const TensorTile<kRank>& tile = box.tile;
+    const uint32_t bytes = box.element_bytes;
+    uint32_t at = shared_address(to), elements = 1;
+    for (uint32_t extent : tile.box) elements *= extent;
+    for (uint32_t i = 0; i < elements; ++i, at += bytes) {
+      const char* from = static_cast<const char*>(tile.base);
+      bool inside = true;
+      uint32_t rest = i;
+      for (int d = 0; d < kRank; rest /= tile.box[d++]) {
+        const int64_t index = begin[d] + rest % tile.box[d];
+        inside &= index >= 0 && static_cast<uint64_t>(index) < tile.extent[d];
+        from += index * static_cast<int64_t>(d == 0 ? bytes : tile.strides_bytes[d - 1]);
       }
+      const uint32_t byte = box.swizzled ? at ^ (at >> 7 & 7) << 4 : at;
+      if (inside) std::memcpy(stand_in::shared + byte, from, bytes);
+      if (!inside) std::memset(stand_in::shared + byte, 0, bytes);
     }
-    stand_in::count_landed(barrier, row_bytes * tile.box[1] * tile.box[2] * tile.box[3]);
+    stand_in::count_landed(barrier, elements * bytes);
   }});
+}
+inline void tma_load_4d(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1, int c2, int c3) {
+  load_box<4>(to, map, barrier, {c0, c1, c2, c3});
+}
+inline void tma_load_5d(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1, int c2, int c3,
+                        int c4) {
+  load_box<5>(to, map, barrier, {c0, c1, c2, c3, c4});
+}
+inline void tma_load_5d(void* to, const CUtensorMap* map, uint64_t* barrier, uint64_t, int c0, int c1, int c2,
+                        int c3, int c4) {
+  load_box<5>(to, map, barrier, {c0, c1, c2, c3, c4});
 }
 
 inline void bulk_prefetch(const void* source, uint32_t bytes) {

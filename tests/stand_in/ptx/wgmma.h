@@ -7,16 +7,20 @@
 
 namespace pallas_attn::ptx {
 
-inline uint64_t wgmma_descriptor(const void* tile, uint32_t leading_bytes) {
+constexpr uint32_t kSwizzleAtomBytes = 1024;
+
+inline uint64_t wgmma_descriptor(const void* tile, uint32_t leading_bytes,
+                                 uint32_t eight_bytes = kSwizzleAtomBytes) {
   stand_in::expect_aligned("an operand at", shared_address(tile), 1024);
-  return shared_address(tile) >> 4 | leading_bytes >> 4 << 16;
+  return shared_address(tile) >> 4 | leading_bytes >> 4 << 16 | uint64_t{eight_bytes >> 4} << 32;
 }
 
 // An element of an operand: `outer` rows of 128 bytes down, `inner` elements along them.
 inline uint16_t element_at(uint64_t descriptor, int outer, int inner) {
   const uint32_t leading = static_cast<uint32_t>(descriptor >> 16 & 0xFFFF) << 4;
+  const uint32_t eight = static_cast<uint32_t>(descriptor >> 32 & 0xFFFF) << 4;
   uint32_t at = static_cast<uint32_t>(descriptor & 0xFFFF) << 4;
-  at += inner / 64 * leading + outer / 8 * 1024 + outer % 8 * 128 + inner % 64 * 2;
+  at += inner / 64 * leading + outer / 8 * eight + outer % 8 * 128 + inner % 64 * 2;
   at ^= (at >> 7 & 7) << 4;
   uint16_t bits;
   std::memcpy(&bits, stand_in::shared + at, 2);

@@ -21,9 +21,10 @@ enum class Role { kKeys, kValues };
 
 constexpr int kManyThreads = 512;  // with which each begins with 128 registers
 
-// Who brings keys and values to shared memory: the copy engine; threads, where pages are too short for its
-// boxes; threads that convert them; or the copy engine, blocks that a list names.
-enum class Feed { kEngine, kGathered, kConverted, kListed };
+// Who brings keys and values to shared memory: the copy engine, a piece at a time; or all pieces of a page's
+// tokens at once; threads, where pages are too short for its boxes; threads that convert them; or the copy
+// engine, blocks that a list names.
+enum class Feed { kEngine, kWoven, kGathered, kConverted, kListed };
 constexpr int kHandWarps = 2;  // of threads that do so, for keys, and as many for values
 
 // How a warp of these goes about its rows of a key tile in a cache of bytes: 16 at a time.
@@ -45,6 +46,7 @@ template <int kDim_, int kValueDim_, int kKeys_, int kMath_, int kQueryStages_, 
 struct ShapeOf {
   static constexpr Feed kFeed = kFeed_;
   static constexpr bool kListed = kFeed == Feed::kListed;
+  static constexpr bool kWoven = kFeed == Feed::kWoven;
   static constexpr bool kByHand = kFeed == Feed::kGathered || kFeed == Feed::kConverted;
   static constexpr int kDim = kDim_, kValueDim = kValueDim_, kKeys = kKeys_;
   static constexpr int kMath = kMath_;  // math warpgroups
@@ -69,7 +71,10 @@ struct ShapeOf {
   static constexpr int kConsumerRegisters =
       ((kMath + kFeeders) * kLaunchRegisters - kFeederRegisters - kHandRegisters) / kMath / 8 * 8;
 
-  // The same for keys in short pages, and for a cache of bytes.
+  // The same for keys in pages, where heads of these sizes are several whole pieces.
+  static constexpr bool kWeaves = kPieces > 1 && kDim % kPieceDims == 0 && kValueDim % kPieceDims == 0;
+  using Woven = ShapeOf<kDim, kValueDim, kKeys, kMath, kQueryStages, kKeyStages, kValueStages, Feed::kWoven>;
+  // For keys in short pages, and for a cache of bytes.
   using Gathered =
       ShapeOf<kDim, kValueDim, kKeys, kMath, kQueryStages, kKeyStages, kValueStages, Feed::kGathered>;
   using Converted = ShapeOf<kDim, kValueDim,
@@ -120,7 +125,8 @@ constexpr int kToldTiles = 3;
 PALLAS_ATTN_HOST_DEVICE constexpr int next_told(int told) { return told + 1 == kToldTiles ? 0 : told + 1; }
 
 // The feeding side's copies are of 16 bytes where pages are shorter than boxes of so many rows: the copy
-// engine takes 1.4 times as long for boxes of eight, which the swizzle would allow.
-constexpr int kLeastBoxRows = 16;
+// engine takes 1.4 times as long for boxes of eight, which the swizzle would allow. Of several pieces a row,
+// it takes no longer than threads.
+constexpr int kLeastBoxRows = 16, kLeastWovenRows = 8;
 
 }  // namespace pallas_attn::attention::sm90

@@ -11,6 +11,7 @@
 #include "attention/sm90/forward/documents.h"
 #include "attention/sm90/forward/list_entries.h"
 #include "attention/sm90/forward/logits.h"
+#include "attention/sm90/forward/products.h"
 #include "attention/sm90/forward/smem_plan.h"
 #include "attention/sm90/forward/softmax.h"
 #include "attention/sm90/forward/store.h"
@@ -51,20 +52,23 @@ class Consumer {
 
   __device__ void work() {
     if (warpgroup_ == Shape::kMath - 1) pass_turn();
-    if (!open(told_)) return;
-    take_turn();
-    issue_scores();
-    pass_turn();
-    ask_for_pairs(smem_.tiles[told_]);
-    finish_scores<0>();
-    begin(smem_.tiles[told_]);
-    float rescale[kRowsPerThread];
-    shape(smem_.tiles[told_]);
-    softmax(rescale);
-    if constexpr (Shape::kQueryStages > 1) {
-      walk_ahead(rescale);
-    } else {
-      walk(rescale);
+    bool more = open(told_);
+    if (more && is_idle(told_)) let_turn_pass();
+    while (more) {
+      if (is_idle(told_)) {
+        more = stand_by();
+        continue;
+      }
+      take_turn();
+      issue_scores();
+      pass_turn();
+      ask_for_pairs(smem_.tiles[told_]);
+      finish_scores<0>();
+      begin(smem_.tiles[told_]);
+      float rescale[kRowsPerThread];
+      shape(smem_.tiles[told_]);
+      softmax(rescale);
+      more = kAhead ? walk_ahead(rescale) : walk(rescale);
     }
   }
 
@@ -75,12 +79,15 @@ class Consumer {
   using Summed =
       std::conditional_t<kForm == Form::kFull && std::is_same_v<Element, __half>, Rounded<Element>, Exact>;
   static constexpr int kKeySteps = kKeys / kStepDims;
+  static constexpr bool kAhead = Shape::kQueryStages > 1;  // with queries of the next tile
 
   // One loop over all key tiles of all tiles, so that its code is there once: short tiles are many, and what
   // is not in the instruction cache takes longer than their products. A tile's last product, too, runs beside
-  // the softmax of the next one's first scores.
-  __device__ __forceinline__ void walk_ahead(float (&rescale)[kRowsPerThread]) {
+  // the softmax of the next one's first scores. Whether there is a tile more, of which none of the
+  // warpgroup's rows is a query's.
+  __device__ __forceinline__ bool walk_ahead(float (&rescale)[kRowsPerThread]) {
     bool first = true;  // of the tile's products with values
+    bool more = true;
     while (true) {
       const Told& tile = smem_.tiles[told_];
       const bool leaves = key_ == last_key_;
@@ -90,7 +97,8 @@ class Consumer {
         release(&smem_.queries.empty[query_stage_][0], thread_);
         advance(query_stage_, query_phases_);
         scored = next_told(told_);
-        if (!open(scored)) break;
+        more = open(scored);
+        if (!more || is_idle(scored)) break;
       }
       prepare_values(tile);
       take_turn();
@@ -114,22 +122,69 @@ class Consumer {
       const bool moved = softmax(rescale);
       if (leaves) {
         store(tile, ended);
-        release(&smem_.told.empty[told_][0], thread_);
-        told_ = scored;
+        leave_tile();
       }
       if (moved) multiply_rows(rO_, rescale);
       first = leaves;
     }
     const Told& tile = smem_.tiles[told_];
     prepare_values(tile);
+    if (more) take_turn();
     issue_values(first);
+    if (more) pass_turn();
     finish_values();
     store(tile, state_);
+    leave_tile();
+    return more;
   }
 
-  // With one tile's queries at a time: the next tile's come once this one's scores are done with theirs. That
-  // is waited for beside the last product, and the next tile's first runs beside the store.
-  __device__ __forceinline__ void walk(float (&rescale)[kRowsPerThread]) {
+  // Tiles of which none of the warpgroup's rows is a query's, up to the next one that has some: keys and
+  // values are given back as the others' turns come. Whether there is such a tile.
+  __device__ __forceinline__ bool stand_by() {
+    while (true) {
+      const Told& tile = smem_.tiles[told_];
+      begin(tile);
+      bool more = true;
+      while (true) {
+        ptx::mbarrier_wait(&smem_.keys.full[key_stage_][0], key_phases_.full(key_stage_));
+        release(&smem_.keys.empty[key_stage_][0], thread_);
+        advance(key_stage_, key_phases_);
+        const bool leaves = key_ == last_key_;
+        if (leaves) {
+          release(&smem_.queries.empty[query_stage_][0], thread_);
+          advance(query_stage_, query_phases_);
+          more = open(next_told(told_));
+        }
+        prepare_values(tile);
+        ptx::mbarrier_wait(&smem_.values.full[value_stage_][0], value_phases_.full(value_stage_));
+        release(&smem_.values.empty[value_stage_][0], thread_);
+        advance(value_stage_, value_phases_);
+        if (leaves) break;
+        let_turn_pass();
+        --key_;
+      }
+      leave_tile();
+      if (!more || !is_idle(told_)) return more;
+      let_turn_pass();
+    }
+  }
+
+  __device__ __forceinline__ void leave_tile() {
+    release(&smem_.told.empty[told_][0], thread_);
+    told_ = next_told(told_);
+  }
+
+  // Whether a sequence's only tile has no query among the warpgroup's rows. In a prompt's last tile it works
+  // on rows that are nobody's: to leave the walk for one tile takes longer.
+  __device__ __forceinline__ bool is_idle(int told) const {
+    const Told& tile = smem_.tiles[told];
+    const int rows = (tile.is_lone ? tile.tokens : Shape::kRows) * group_.size;
+    return kAhead && uniform(rows) <= warpgroup_ * kFragmentRows;
+  }
+
+  // With one tile's queries at a time, to the end: the next tile's come once this one's scores are done with
+  // theirs. That is waited for beside the last product, and the next tile's first runs beside the store.
+  __device__ __forceinline__ bool walk(float (&rescale)[kRowsPerThread]) {
     while (true) {
       const Told& tile = smem_.tiles[told_];
       bool first = true;
@@ -158,7 +213,7 @@ class Consumer {
       finish_values();
       if (!more) {
         store(tile, state_);
-        return;
+        return false;
       }
       take_turn();
       issue_scores();
@@ -268,20 +323,7 @@ class Consumer {
   __device__ __forceinline__ void issue_scores() {
     ptx::mbarrier_wait(&smem_.keys.full[key_stage_][0], key_phases_.full(key_stage_));
     if (kGathered) ptx::fence_async_shared();
-    const uint64_t query =
-        ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.fragment_of(query_stage_, 0, warpgroup_), 0));
-    const uint64_t key = ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.sK[key_stage_], 0));
-    ptx::wgmma_claim(rS_);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Shape::kDim / kStepDims; ++step) {
-      const uint32_t within = step % kStepsPerPiece * kStepDims * 2;
-      const uint32_t piece = step / kStepsPerPiece;
-      const uint64_t step_query = ptx::advance_descriptor(query, piece * (Shape::kRows * kRowBytes) + within);
-      const uint64_t step_key = ptx::advance_descriptor(key, piece * (kKeys * kRowBytes) + within);
-      ptx::wgmma_k16<Element, ptx::kKMajor>(rS_, step_query, step_key, step > 0);
-    }
-    ptx::wgmma_commit();
+    multiply_keys<Element, Shape>(rS_, smem_.fragment_of(query_stage_, 0, warpgroup_), smem_.sK[key_stage_]);
   }
 
   // A warpgroup is held while it issues the product of probabilities in registers, as long as that takes:
@@ -290,6 +332,11 @@ class Consumer {
   __device__ __forceinline__ void take_turn() { ptx::named_barrier_sync(kTurn + warpgroup_, kOfTurn); }
   __device__ __forceinline__ void pass_turn() {
     ptx::named_barrier_arrive(kTurn + (warpgroup_ + 1) % Shape::kMath, kOfTurn);
+  }
+
+  __device__ __forceinline__ void let_turn_pass() {
+    take_turn();
+    pass_turn();
   }
 
   // In front of a turn: all math warpgroups meet in it.
@@ -304,29 +351,7 @@ class Consumer {
   __device__ __forceinline__ void issue_values(bool first) {
     ptx::mbarrier_wait(&smem_.values.full[value_stage_][0], value_phases_.full(value_stage_));
     if (kGathered) ptx::fence_async_shared();
-    const uint64_t value =
-        ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.sV[value_stage_], kKeys * kRowBytes));
-    ptx::wgmma_touch(rO_);
-    ptx::wgmma_touch(rP_);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kKeySteps; ++step) {
-      const auto& weights = static_cast<const uint32_t (&)[4]>(rP_[step]);
-      const uint64_t step_value = ptx::advance_descriptor(value, step * kStepDims * kRowBytes);
-      if constexpr (Shape::kThreads == kManyThreads && Shape::kValueDim == 256) {
-        // An instruction has no more registers than a thread begins with, here 128.
-        constexpr int kHalf = accumulators(Shape::kValueDim) / 2;
-        const uint64_t other =
-            ptx::advance_descriptor(step_value, Shape::kValuePieces / 2 * kKeys * kRowBytes);
-        auto& left = reinterpret_cast<float (&)[kHalf]>(rO_[0]);
-        auto& right = reinterpret_cast<float (&)[kHalf]>(rO_[kHalf]);
-        ptx::wgmma_k16<Element, ptx::kMNMajor>(left, weights, step_value, !first || step > 0);
-        ptx::wgmma_k16<Element, ptx::kMNMajor>(right, weights, other, !first || step > 0);
-      } else {
-        ptx::wgmma_k16<Element, ptx::kMNMajor>(rO_, weights, step_value, !first || step > 0);
-      }
-    }
-    ptx::wgmma_commit();
+    multiply_values<Element, Shape>(rO_, rP_, smem_.sV[value_stage_], first);
   }
 
   // Values of keys that no query sees: their probabilities are zero, but zero times NaN is not.
@@ -335,15 +360,15 @@ class Consumer {
     const bool mixed = is_mixed(tile);
     if (low <= 0 && high >= kKeys && !mixed) return;
     constexpr int kChunks = kRowBytes / sizeof(uint4);
+    auto& values = smem_.sV[value_stage_];
     for (int piece = 0; piece < Shape::kValuePieces; ++piece) {
-      uint4* rows = reinterpret_cast<uint4*>(smem_.sV[value_stage_][piece]);
 #pragma unroll 1
       for (int i = warpgroup_ * kWarpgroupThreads + thread_; i < kKeys * kChunks;
            i += Shape::kConsumerThreads) {
         const int row = i / kChunks;
         const bool seen = row >= low && row < high;
         if (!seen || (mixed && !is_own_key(params_, tile, key_ * kKeys + row)))
-          rows[i] = make_uint4(0, 0, 0, 0);
+          static_cast<uint4*>(values.row_of(piece, row))[i % kChunks] = make_uint4(0, 0, 0, 0);
       }
     }
     ptx::fence_async_shared();
@@ -390,12 +415,6 @@ class Consumer {
     } else {
       store_rows<Element, kForm>(params_, tile, rO_, ends, group_, first_row, at_);
     }
-  }
-
-  template <int kStages>
-  __device__ __forceinline__ static void advance(int& stage, Phases<kStages>& phases) {
-    phases.advance(stage);
-    stage = (stage + 1) % kStages;
   }
 
   const ForwardParams& params_;

@@ -104,8 +104,8 @@ class Converter {
       if (warp_ == 0) {
         ptx::mbarrier_arrive_expect_bytes(filling_.full(), kPieces * kKeys * kRowBytes);
         for (int piece = 0; piece < kPieces; ++piece) {
-          ptx::tma_load_4d(filling_.buffer()[piece], &rows_map_, filling_.full(), piece * kPieceDims,
-                           tile.kv_head, source_.row_of(tile, key), tile.batch);
+          ptx::tma_load_4d(filling_.buffer().row_of(piece, 0), &rows_map_, filling_.full(),
+                           piece * kPieceDims, tile.kv_head, source_.row_of(tile, key), tile.batch);
         }
       } else {
         ptx::mbarrier_arrive(filling_.full());
@@ -185,7 +185,7 @@ class Converter {
   __device__ __forceinline__ void convert_tile(Held& held, const Tile& tile, const char* pool, int key,
                                                int last) {
     constexpr int kStep = Turns::kBatchRows, kSets = Turns::kSets;
-    uint32_t to = ptx::shared_address(filling_.buffer()[0][first_row_]);
+    uint32_t to = ptx::shared_address(filling_.buffer().row_of(0, first_row_));
     const float* scales = own_scales()[half_ ^ 1] + first_row_;
 #pragma unroll 1
     for (int first = 0; first < Turns::kRows; first += kSets * kStep) {
@@ -247,7 +247,7 @@ class Converter {
     for (int i = lane_; i < Turns::kRows * kChunks; i += 32) {
       const int row = i / kChunks, chunk = i % kChunks, to_row = first_row_ + row;
       if (places.is_paged(key + row) || !places.holds(key + row)) continue;
-      const uint32_t to = ptx::shared_address(buffer[chunk / 8][to_row]) + (((chunk ^ to_row) & 7) << 4);
+      const uint32_t to = buffer.chunk_of(chunk, to_row);
       const bool exists = chunk * 8 < source_.dim();
       ptx::copy_async(to, exists ? places.in_row(key + row) + chunk * 16 : places.anywhere(), exists);
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/sm90/forward/smem_plan.h"
 #include "ptx/mbarrier.h"
@@ -13,10 +14,12 @@ class Filling {
  public:
   static constexpr bool kOfKeys = kRole == Role::kKeys;
   static constexpr int kStages = kOfKeys ? Shape::kKeyStages : Shape::kValueStages;
+  using Plan = SmemPlan<Shape>;
+  using Buffer = std::conditional_t<kOfKeys, typename Plan::Keys, typename Plan::Values>;
 
-  __device__ explicit Filling(SmemPlan<Shape>& smem) : smem_(smem) {}
+  __device__ explicit Filling(Plan& smem) : smem_(smem) {}
 
-  __device__ auto& buffer() {
+  __device__ Buffer& buffer() {
     if constexpr (kOfKeys) {
       return smem_.sK[stage_];
     } else {
@@ -29,10 +32,7 @@ class Filling {
     return &ring().full[stage_][0];
   }
   __device__ void wait_until_empty() { ptx::mbarrier_wait(&ring().empty[stage_][0], phases_.empty(stage_)); }
-  __device__ void advance() {
-    phases_.advance(stage_);
-    stage_ = (stage_ + 1) % kStages;
-  }
+  __device__ void advance() { sm90::advance(stage_, phases_); }
 
  private:
   __device__ auto& ring() {
@@ -43,7 +43,7 @@ class Filling {
     }
   }
 
-  SmemPlan<Shape>& smem_;
+  Plan& smem_;
   Phases<kStages> phases_;
   int stage_ = 0;
 };
@@ -51,12 +51,13 @@ class Filling {
 // Words in place of the rows that lead to pages which are not there. NaN in keys: scores are NaN, so is the
 // result of whoever sees it. Of the rows from `first` on, those that `bad` names, a bit for every 32nd from
 // the lane's own.
-template <typename Buffer>
-__device__ __forceinline__ void fill_rows(Buffer& buffer, int first, uint32_t bad, int lane, uint32_t word) {
+template <int kRows, int kPieces, bool kWoven>
+__device__ __forceinline__ void fill_rows(KeyTile<kRows, kPieces, kWoven>& buffer, int first, uint32_t bad,
+                                          int lane, uint32_t word) {
   for (; bad != 0; bad &= bad - 1) {
     const int row = first + (__ffs(bad) - 1) * 32 + lane;
-    for (auto& piece : buffer) {
-      uint4* chunks = reinterpret_cast<uint4*>(piece[row]);
+    for (int piece = 0; piece < kPieces; ++piece) {
+      uint4* chunks = static_cast<uint4*>(buffer.row_of(piece, row));
       for (uint32_t i = 0; i < kRowBytes / 16; ++i) chunks[i] = make_uint4(word, word, word, word);
     }
   }

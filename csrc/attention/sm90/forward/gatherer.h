@@ -66,7 +66,7 @@ class Gatherer {
     const int chunk = lane_ % kRowLanes, left = source_.dim() - chunk * 8;
     // Rows of turns are 4 apart: a row's number modulo 8 swizzles its chunks in one of two ways.
     const int first_row = warp_ * kRows + lane_ / kRowLanes;
-    const uint32_t base = ptx::shared_address(filling_.buffer()[0][first_row]);
+    const uint32_t base = ptx::shared_address(filling_.buffer().row_of(0, first_row));
 #pragma unroll
     for (int block = 0; block < HeldPlaces<kRole, kRows>::kHeld; ++block) {
 #pragma unroll 1
@@ -83,8 +83,8 @@ class Gatherer {
 #pragma unroll
           for (int piece = 0; piece < kPieces; ++piece) {
             const bool copied = from[j] != nullptr && piece * kPieceDims < left;
-            ptx::copy_async(to + piece * (kKeys * kRowBytes), from[j] + chunk * 16 + piece * kRowBytes,
-                            copied);
+            ptx::copy_async(to + piece * Filling<Shape, kRole>::Buffer::kPieceStride,
+                            from[j] + chunk * 16 + piece * kRowBytes, copied);
           }
         }
       }

@@ -8,6 +8,7 @@
 #include "attention/prepare/lists.h"
 #include "attention/prepare/prepare.h"
 #include "attention/sm90/forward/kernel.h"
+#include "attention/sm90/forward/woven.h"
 #include "attention/sm90/tensor_tile.h"
 #include "common/dependent_launch.h"
 #include "common/element_traits.h"
@@ -30,43 +31,63 @@ Boxes boxes_of(const ForwardParams& params) {
   return {std::gcd(most, params.page_size), query_bytes};
 }
 
-// Of new tokens beside pages.
-template <typename Element>
+// Keys and values in pages, or all of them in rows.
+template <typename Shape>
+auto key_tile_of(const char* name, const ForwardParams& params, const void* array, const Strides& strides,
+                 int dim, int rows) {
+  const bool paged = params.block_tables != nullptr;
+  const int tokens = paged ? params.page_size : params.kv_len;
+  const int batch = paged ? params.num_pages : params.batch;
+  const int heads = Shape::kListed ? params.num_kv_heads / params.lists.share : params.num_kv_heads;
+  if constexpr (Shape::kWoven) {
+    return woven_pages(name, array, strides, dim, heads, tokens, batch, rows);
+  } else {
+    return tile_of(name, array, strides, dim, heads, tokens, batch, 1, rows);
+  }
+}
+
+// New tokens beside pages.
+template <typename Shape>
+auto row_tile_of(const char* name, const ForwardParams& params, const void* array, const Strides& strides,
+                 int dim, int rows) {
+  if constexpr (Shape::kWoven) {
+    return woven_rows(name, array, strides, dim, params.num_kv_heads, params.q_len, params.batch);
+  } else {
+    return tile_of(name, array, strides, dim, params.num_kv_heads, params.q_len, params.batch, 1, rows);
+  }
+}
+
+template <typename Element, typename Shape>
 LaunchStatus encode_row_maps(const ForwardParams& params, int rows, Maps* maps) {
   constexpr CUtensorMapDataType kElement = ElementTraits<Element>::kTensorMapType;
   if (params.new_key == nullptr) return {};
-  const LaunchStatus status =
-      encode_tensor_map(tile_of("new key", params.new_key, params.new_key_strides, params.head_dim,
-                                params.num_kv_heads, params.q_len, params.batch, 1, rows),
-                        kElement, &maps->new_key);
+  const LaunchStatus status = encode_tensor_map(
+      row_tile_of<Shape>("new key", params, params.new_key, params.new_key_strides, params.head_dim, rows),
+      kElement, &maps->new_key);
   if (!status.ok()) return status;
-  return encode_tensor_map(tile_of("new value", params.new_value, params.new_value_strides, params.value_dim,
-                                   params.num_kv_heads, params.q_len, params.batch, 1, rows),
+  return encode_tensor_map(row_tile_of<Shape>("new value", params, params.new_value, params.new_value_strides,
+                                              params.value_dim, rows),
                            kElement, &maps->new_value);
 }
 
 template <typename Element, typename Shape>
 LaunchStatus encode_maps(const ForwardParams& params, const Boxes& boxes, Maps* maps) {
   constexpr CUtensorMapDataType kElement = ElementTraits<Element>::kTensorMapType;
-  const bool paged = params.block_tables != nullptr;
-  const int tokens = paged ? params.page_size : params.kv_len;
-  const int batch = paged ? params.num_pages : params.batch;
-  const int heads = Shape::kListed ? params.num_kv_heads / params.lists.share : params.num_kv_heads;
   const int rows = boxes.rows;
   LaunchStatus status = encode_tensor_map(
       tile_of("query", params.query, params.query_strides, params.head_dim, params.num_heads, params.q_len,
               params.batch, params.group, Shape::kRows / params.group),
       kElement, &maps->query);
   if (!status.ok() || Shape::kFeed == Feed::kGathered) return status;
-  if (Shape::kFeed == Feed::kConverted) return encode_row_maps<Element>(params, rows, maps);
+  if (Shape::kFeed == Feed::kConverted) return encode_row_maps<Element, Shape>(params, rows, maps);
   status = encode_tensor_map(
-      tile_of("key", params.key, params.key_strides, params.head_dim, heads, tokens, batch, 1, rows),
-      kElement, &maps->key);
+      key_tile_of<Shape>("key", params, params.key, params.key_strides, params.head_dim, rows), kElement,
+      &maps->key);
   if (!status.ok()) return status;
   status = encode_tensor_map(
-      tile_of("value", params.value, params.value_strides, params.value_dim, heads, tokens, batch, 1, rows),
+      key_tile_of<Shape>("value", params, params.value, params.value_strides, params.value_dim, rows),
       kElement, &maps->value);
-  return status.ok() ? encode_row_maps<Element>(params, rows, maps) : status;
+  return status.ok() ? encode_row_maps<Element, Shape>(params, rows, maps) : status;
 }
 
 template <typename Element, typename Shape, Form kForm>
@@ -102,7 +123,12 @@ LaunchStatus launch_fed(const ForwardParams& params, cudaStream_t stream) {
 template <typename Shape, typename Visit>
 auto with_feed(const ForwardParams& params, Visit visit) {
   if (params.cache != CacheType::kElement) return visit(typename Shape::Converted{});
-  const bool short_pages = params.block_tables != nullptr && params.page_size % kLeastBoxRows != 0;
+  if (params.block_tables == nullptr) return visit(Shape{});
+  if constexpr (Shape::kWeaves) {
+    const bool whole = params.head_dim == Shape::kDim && params.value_dim == Shape::kValueDim;
+    if (whole && params.page_size % kLeastWovenRows == 0) return visit(typename Shape::Woven{});
+  }
+  const bool short_pages = params.page_size % kLeastBoxRows != 0;
   return short_pages ? visit(typename Shape::Gathered{}) : visit(Shape{});
 }
 

@@ -43,8 +43,8 @@ class ListLoader {
       filling_.wait_until_empty();
       if (copies) {
         for (int piece = 0; piece < kPieces; ++piece) {
-          ptx::tma_load_4d(filling_.buffer()[piece][own], &map_, filling_.full(), piece * kPieceDims, head,
-                           token, tile.batch);
+          ptx::tma_load_4d(filling_.buffer().row_of(piece, own), &map_, filling_.full(), piece * kPieceDims,
+                           head, token, tile.batch);
         }
       }
       if (lane_ == 0) ptx::mbarrier_arrive_expect_bytes(filling_.full(), kPieces * kKeys * kRowBytes);

@@ -1,5 +1,5 @@
 // A warp that has the keys of one tile after the other fetched by the copy engine, or the values: from rows,
-// or from pages of a multiple of 16 tokens.
+// or from pages of a multiple of 16 tokens, of 8 where boxes have whole rows.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,9 @@
 #include "attention/sm90/forward/maps.h"
 #include "attention/sm90/forward/smem_plan.h"
 #include "attention/sm90/forward/sources.h"
+#include "attention/sm90/forward/woven.h"
 #include "ptx/async_copy.h"
+#include "ptx/cache.h"
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
 
@@ -60,12 +62,8 @@ class Loader {
       }
       if (by_engine) {
         const int token = in_pages ? source_.in_page(key) : source_.row_of(tile, key);
-        const CUtensorMap* map = in_pages ? &map_ : &rows_map_;
         const int batch = in_pages ? page : tile.batch;
-        for (int piece = 0; piece < kPieces; ++piece) {
-          ptx::tma_load_4d(filling_.buffer()[piece][own], map, filling_.full(), piece * kPieceDims,
-                           tile.kv_head, token, batch);
-        }
+        copy(tile, own, token, batch, in_pages);
       }
       const uint32_t joining = __ballot_sync(0xffffffff, joins);
       if (joining != 0) {
@@ -81,6 +79,33 @@ class Loader {
   }
 
  private:
+  // The lane's box, rows [first, first + box_rows_), from `token` on.
+  __device__ __forceinline__ void copy(const Tile& tile, int first, int token, int batch, bool in_pages) {
+    auto& buffer = filling_.buffer();
+    if constexpr (!Shape::kWoven) {
+      const CUtensorMap* map = in_pages ? &map_ : &rows_map_;
+      for (int piece = 0; piece < kPieces; ++piece) {
+        ptx::tma_load_4d(buffer.row_of(piece, first), map, filling_.full(), piece * kPieceDims, tile.kv_head,
+                         token, batch);
+      }
+    } else if (in_pages) {
+      const WovenHeads heads(source_.strides(), source_.dim(), source_.params.page_size);
+      const int piece = tile.kv_head * heads.pieces, eight = tile.kv_head * heads.eights + token / 8;
+      // Nobody reads these again.
+      if (tile.is_lone) {
+        ptx::tma_load_5d(buffer.row_of(0, first), &map_, filling_.full(), ptx::l2_evict_first_policy(), 0, 0,
+                         piece, eight, batch);
+      } else {
+        ptx::tma_load_5d(buffer.row_of(0, first), &map_, filling_.full(), 0, 0, piece, eight, batch);
+      }
+    } else {
+      for (int row = 0; row < box_rows_; row += 8) {
+        ptx::tma_load_5d(buffer.row_of(0, first + row), &rows_map_, filling_.full(), 0, token + row, 0,
+                         tile.kv_head, batch);
+      }
+    }
+  }
+
   // The box of rows [first, first + box_rows_), keys from `key` on, by all lanes: some are in `page`, the
   // others in rows.
   __device__ void join(const Tile& tile, int first, int key, int page) {
@@ -88,9 +113,9 @@ class Loader {
     const Places places(source_, tile, sizeof(uint16_t), 0, 0);
     auto& buffer = filling_.buffer();
     for (int i = lane_; i < box_rows_ * kRowChunks; i += 32) {
-      const int row = i / kRowChunks, chunk = i % kRowChunks, piece = chunk / 8;
+      const int row = i / kRowChunks, chunk = i % kRowChunks;
       const int at = key + row, to_row = first + row;
-      const uint32_t to = ptx::shared_address(buffer[piece][to_row]) + (((chunk ^ to_row) & 7) << 4);
+      const uint32_t to = buffer.chunk_of(chunk, to_row);
       const bool bad = places.leads_nowhere(at, page);
       if (kOfKeys && bad) {
         ptx::store_16_bytes(to, make_uint4(~0u, ~0u, ~0u, ~0u));
@@ -107,10 +132,10 @@ class Loader {
 
   // Scores with the keys of a page that is not there are NaN: so is the result of whoever sees it.
   __device__ void fill_with_nan(int first) {
-    for (int piece = 0; piece < kPieces; ++piece) {
-      uint4* rows = reinterpret_cast<uint4*>(filling_.buffer()[piece][first]);
-      const int chunks = box_rows_ * (kRowBytes / 16);
-      for (int i = 0; i < chunks; ++i) rows[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+    for (int row = first; row < first + box_rows_; ++row) {
+      for (int chunk = 0; chunk < kPieces * 8; ++chunk) {
+        ptx::store_16_bytes(filling_.buffer().chunk_of(chunk, row), make_uint4(~0u, ~0u, ~0u, ~0u));
+      }
     }
     ptx::fence_async_shared();
   }

@@ -91,6 +91,7 @@ class Scout {
     tile.batch = seq.batch;
     tile.token = seq.q_begin + item.token;
     tile.tokens = item.tokens;
+    tile.is_lone = item.tokens == seq.q_len;
     tile.place = item.token + seq.offset;
     tile.seq = item.seq;
     tile.k_len = seq.k_len;
@@ -128,6 +129,7 @@ class Scout {
     tile.place = item.token + seq.offset;
     tile.seq = item.seq;
     tile.k_begin = seq.k_begin;
+    tile.is_lone = false;
     tile.first_key = tile.num_keys = tile.seen_begin = tile.in_pages = 0;
     tile.partial = tile.q_rank = tile.k_rank = -1;
     tile.scale = __ldg(params_.scale);

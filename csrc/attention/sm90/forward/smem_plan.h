@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "attention/sm90/forward/config.h"
+#include "attention/sm90/forward/key_tile.h"
 #include "sm90/ring.h"
 #include "sm90/shared_limit.h"
 
@@ -36,7 +37,8 @@ struct Tile {
   float value_scale;  // of its results
   // Of the sequence's keys [seen_begin, seen_end) are seen by some query; others may hold NaN.
   int seen_begin, seen_end;
-  int partial;  // the number of the partial result; negative: the result is final
+  bool is_lone;  // the sequence's only one
+  int partial;   // the number of the partial result; negative: the result is final
   // Where not all queries (keys) between its first and last are the document's: the rank of those that are;
   // else negative.
   int q_rank, k_rank;
@@ -67,11 +69,12 @@ struct TileScales<Shape, Feed::kConverted> {
 template <typename Shape>
 struct alignas(1024) SmemPlan {
   using QueryPiece = SwizzledPiece<Shape::kRows>;
-  using KeyPiece = SwizzledPiece<Shape::kKeys>;
+  using Keys = KeyTile<Shape::kKeys, Shape::kPieces, Shape::kWoven>;
+  using Values = KeyTile<Shape::kKeys, Shape::kValuePieces, Shape::kWoven>;
 
   QueryPiece sQ[Shape::kQueryStages][Shape::kPieces];
-  KeyPiece sK[Shape::kKeyStages][Shape::kPieces];
-  KeyPiece sV[Shape::kValueStages][Shape::kValuePieces];
+  Keys sK[Shape::kKeyStages];
+  Values sV[Shape::kValueStages];
 
   // A math warpgroup's rows of the queries.
   __device__ auto& fragment_of(int stage, int piece, int warpgroup) {

@@ -1,0 +1,53 @@
+// What orders attention's tiles on the host, for test_attention_prepare_on_host.py: lengths from standard
+// input, work items to standard output, and how many there are.
+#include "arrays.h"
+#include "attention/prepare/kernel.h"
+
+namespace {
+
+using namespace pallas_attn;
+using namespace pallas_attn::attention;
+using stand_in::Array;
+
+alignas(1024) char shared_memory[stand_in::kSharedBytes];
+
+struct Call {
+  int num_seqs, tokens, group, kv_heads, page_size, max_pages;
+  int max_items, max_partials;
+  int tile_tokens, tile_keys, ctas;
+};
+
+}  // namespace
+
+int main() {
+  Call call;
+  if (std::fread(&call, sizeof(call), 1, stdin) != 1) stand_in::fail("no call");
+  auto lengths = Array<int>(call.num_seqs).read();
+  auto bounds = Array<int>(call.num_seqs + 1).read();
+  Array<WorkItem> items(call.max_items);
+  Array<SplitTile> split_tiles(call.max_partials);
+  Array<int> first_tile(call.num_seqs + 3);
+  int window[2] = {-1, 0};
+  Counters counters = {};
+  ForwardParams params = {};
+  params.q_spans = {bounds.data(), 1};
+  params.seq_lens = lengths.data(), params.window = window;
+  params.block_tables = lengths.data();  // not looked at
+  params.batch = 1, params.q_len = call.tokens, params.group = call.group,
+  params.num_kv_heads = call.kv_heads;
+  params.num_seqs = params.seqs_per_batch = call.num_seqs;
+  params.page_size = call.page_size, params.max_pages = call.max_pages;
+  params.ends_aligned = true;
+  params.heads_in_l2 = call.kv_heads;
+  params.max_items = call.max_items, params.max_partials = call.max_partials;
+  params.items = items.data(), params.split_tiles = split_tiles.data(), params.first_tile = first_tile.data();
+  params.counters = &counters;
+  stand_in::shared = shared_memory;
+  stand_in::threads = kThreads;
+  stand_in::run_grid(dim3(1), 1, [&] {
+    auto& scratch = *reinterpret_cast<Scratch*>(shared_memory);
+    prepare(params, {call.tile_tokens, call.tile_keys, call.ctas}, scratch);
+  });
+  std::fwrite(&counters, sizeof(counters), 1, stdout);
+  items.write();
+}
