@@ -1,7 +1,7 @@
 // Two warps that add gradients of queries to what is in memory, from shared memory by the copy engine, a part
 // of a step each by turns. In order: what other key tiles have added is counted, and a part waits for the
-// tiles before its own. While one waits until its sums have landed and
-// tells the tile behind, the other has the next part.
+// tiles before its own. While one waits until its sums have landed and tells the tile behind, the other has
+// the next part.
 #pragma once
 
 #include <cstdint>
