@@ -55,19 +55,31 @@ def chosen(arrays, **options) -> tuple[bool, bool, bool]:
         ({"config": TILED}, 64, (True, False, True)),
     ],
 )
-def test_gradients_of_narrow_heads_are_tiled_unless_the_config_says_cuda(built, options, length, expected):
+def test_gradients_of_few_narrow_heads_are_tiled_unless_the_config_says_cuda(
+    built, options, length, expected
+):
     assert chosen(shapes(length, dim=64), **options) == expected
 
 
-def test_gradients_of_wide_heads_are_its_own_unless_the_config_says_tiled(built):
+def test_gradients_of_enough_keys_are_its_own_unless_the_config_says_tiled(built):
     assert chosen(shapes(16384), **FORCED) == (True, True, False)
     assert chosen(shapes(16384, dim=256)) == (True, True, False)
+    assert chosen(shapes(2**17, dim=64)) == (True, True, False)
     assert chosen(shapes(16384), config=TILED) == (True, False, True)
 
 
-@pytest.mark.parametrize("arrays", [shapes(16384 - 128), shapes(16384, dim=136)], ids=["few", "between"])
+@pytest.mark.parametrize(
+    "arrays",
+    [shapes(16384 - 128), shapes(2**17 - 128, dim=64), shapes(16384, dim=136), shapes(2**17, dim=96)],
+    ids=["few", "few narrow", "between", "narrow"],
+)
 def test_what_was_not_timed_is_tiled(built, arrays):
     assert chosen(arrays) == (True, False, True)
+
+
+@pytest.mark.parametrize("options", [{"sliding_window": 4096}, {"cu_q_lens": jnp.array([0, 2**17])}], ids=str)
+def test_gradients_of_narrow_heads_that_see_a_part_are_tiled(built, options):
+    assert chosen(shapes(2**17, dim=64), **options) == (True, False, True)
 
 
 def test_gradients_of_a_block_mask_are_tiled(built):

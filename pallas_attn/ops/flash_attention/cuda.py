@@ -20,10 +20,13 @@ FEW_PAIRS, FEW_NARROW_PAIRS = 2**25, 2**28
 """Of queries and keys, of all heads: with fewer, what comes before the kernel, the order of its tiles, takes longer
 than it gains. Of heads narrower than WIDE_HEADS it gains less."""
 WIDE_HEADS = 128
-FEW_KEY_TILES = 512
-"""Of 128 keys, of all KV heads: gradients by CUDA were timed with at least as many. A CTA has one at a time, and walks
-over all heads of its group."""
-WIDTHS_OF_GRADIENTS = (128, 128), (192, 128), (256, 256)
+FEW_KEY_TILES, FEW_NARROW_KEY_TILES = 512, 4096
+"""Of 128 keys, of all KV heads: gradients by CUDA were timed with at least as many, narrow ones of heads narrower than
+WIDE_HEADS. A CTA has one at a time, and walks over all heads of its group."""
+FEW_NARROW_TOKENS = 2048
+"""Of a sequence whose queries see all of it, or all before them: of narrow heads what a tile costs was timed among as
+many, where the tiled kernels are almost as fast."""
+WIDTHS_OF_GRADIENTS = (64, 64), (128, 128), (192, 128), (256, 256)
 """Of heads and values, for which they were timed and faster. Of widths in between products are padded further."""
 WIDTHS_OVER_BLOCKS = ((256, 256),)
 """Likewise over block masks, of which all widths take three passes."""
@@ -72,12 +75,16 @@ def backward_unsupported(operands: Operands) -> str | None:
 
 
 def backward_is_slower(operands: Operands) -> bool:
-    """Whether the tiled kernels are as fast, as they are for narrow heads (csrc/attention/sm90/backward/README.md)."""
+    """Whether the tiled kernels may be as fast (csrc/attention/sm90/backward/README.md)."""
     problem = Problem.of(operands)
     widths = WIDTHS_OF_GRADIENTS if operands.mods is None else WIDTHS_OVER_BLOCKS
     if (problem.head_dim, problem.value_dim) not in widths:
         return True
-    return problem.batch * problem.num_kv_heads * (problem.kv_len // hopper_backward.BLOCK_KV) < FEW_KEY_TILES
+    tiles = problem.batch * problem.num_kv_heads * (problem.kv_len // hopper_backward.BLOCK_KV)
+    if problem.widest >= WIDE_HEADS:
+        return tiles < FEW_KEY_TILES
+    partly = operands.q_documents is not None or operands.rules.band.left is not None
+    return partly or min(problem.q_len, problem.kv_len) < FEW_NARROW_TOKENS or tiles < FEW_NARROW_KEY_TILES
 
 
 def takes_backward(operands: Operands, config: FlashAttentionCudaConfig | None) -> bool:

@@ -1,6 +1,7 @@
-// Two warps that add gradients of queries to what is in memory, from shared memory by the copy engine, a step
-// each by turns. In order: what other key tiles have added is counted, and a step waits for the tiles before
-// its own. While one waits until its sums have landed and tells the tile behind, the other has the next step.
+// Two warps that add gradients of queries to what is in memory, from shared memory by the copy engine, a part
+// of a step each by turns. In order: what other key tiles have added is counted, and a part waits for the
+// tiles before its own. While one waits until its sums have landed and tells the tile behind, the other has
+// the next part.
 #pragma once
 
 #include <cstdint>
@@ -23,12 +24,15 @@ class Adder {
 
   __device__ void work() {
     ptx::wait_for_previous_kernel();
-    int steps = 0;
+    int parts = 0;
     each_tile(smem_, lane_, [&](const Tile& tile) {
       Step step(tile.met);
       do {
-        if (steps % kAdders == number_) add(tile, step, steps);
-        ++steps;
+#pragma unroll 1
+        for (int part = 0; part < Shape::kParts; ++part) {
+          if (parts % kAdders == number_) add(tile, step, part, parts);
+          ++parts;
+        }
       } while (step.advance(tile.met, params_.group));
     });
     ptx::wait_until_stores_are_done();
@@ -38,17 +42,19 @@ class Adder {
   static constexpr int kQueries = Shape::kQueries;
   static constexpr uint32_t kRowBytes = Shape::kSumColumns * sizeof(float);
 
-  __device__ __forceinline__ void add(const Tile& tile, const Step& step, int steps) {
-    const Place<kAdders> at = {steps};
-    const int query = step.met * kQueries, end = min(query + kQueries, tile.band.q_len);
-    const int head = tile.head * params_.group + step.head;
+  __device__ __forceinline__ void add(const Tile& tile, const Step& step, int part, int parts) {
+    const Place<Shape::kSumStages> at = {parts};
     // Behind which key tile this one adds: what of its sequence some query of the step sees, if anything.
-    const bool first = tile.before < tile.band.keys_of(query, end - 1).begin / Shape::kKeys;
+    const int of_step = step.met * kQueries, behind = min(of_step + kQueries, tile.band.q_len);
+    const bool first = tile.before < tile.band.keys_of(of_step, behind - 1).begin / Shape::kKeys;
+    const int query = of_step + part * kFragmentRows, end = min(query + kFragmentRows, behind);
+    const int head = tile.head * params_.group + step.head;
     const int own = query + first_own(tile, query);
     int* const turn =
         params_.turns + (int64_t{tile.batch} * params_.q_len + tile.query + own) * params_.num_heads + head;
     const int64_t row = (int64_t{tile.batch} * params_.num_heads + head) * params_.q_len + tile.query + query;
     float* const sums = params_.sums + row * Shape::kSumColumns;
+    const auto* const from = smem_.sums[Place<Shape::kSums>{parts}.stage()];
     ptx::mbarrier_wait(&smem_.added.full[at.stage()][0], at.full());
     const bool in_order = params_.ordered && own < end;
     if (in_order && !first) {
@@ -61,13 +67,13 @@ class Adder {
     }
     const bool stores = params_.ordered && first;
     if (tile.q_rank < 0) {
-      if (lane_ == 0) put(sums, smem_.sums[0], (end - query) * kRowBytes, stores);
+      if (lane_ == 0 && query < end) put(sums, from[0], (end - query) * kRowBytes, stores);
     } else {
       // Rows lie apart.
 #pragma unroll 1
       for (int i = lane_; i < end - query; i += 32) {
         if (tile.has<Side::kQueries>(params_, query + i)) {
-          put(sums + i * Shape::kSumColumns, smem_.sums[i], kRowBytes, stores);
+          put(sums + i * Shape::kSumColumns, from[i], kRowBytes, stores);
         }
       }
     }
@@ -82,14 +88,14 @@ class Adder {
     if (lane_ == 0) ptx::store_release(turn, tile.number + 1);
   }
 
-  // Of a step's queries, the first one that is the document's; kQueries if none is.
+  // Of a part's queries, the first one that is the document's; as many as there are if none is.
   __device__ __forceinline__ int first_own(const Tile& tile, int query) const {
     if (tile.q_rank < 0) return 0;
-    for (int from = 0; from < kQueries; from += 32) {
+    for (int from = 0; from < kFragmentRows; from += 32) {
       const uint32_t own = __ballot_sync(0xffffffff, tile.has<Side::kQueries>(params_, query + from + lane_));
       if (own != 0) return from + __ffs(own) - 1;
     }
-    return kQueries;
+    return kFragmentRows;
   }
 
   // The first one is stored, which saves zeroing.

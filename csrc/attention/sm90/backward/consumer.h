@@ -1,6 +1,6 @@
 // A math warpgroup: its 64 keys of every key tile against the queries that see them. Scores are [keys,
 // queries], so that weights and their gradients meet queries from registers; for the gradient of queries both
-// math warpgroups put theirs into shared memory, and each works out one half of it.
+// math warpgroups put theirs into shared memory, and each works out one half of it (d_queries.h).
 //
 // Products are issued before those in front of them are done, so that the tensor cores have some at all
 // times:
@@ -12,6 +12,7 @@
 #pragma once
 
 #include "attention/backward_params.h"
+#include "attention/sm90/backward/d_queries.h"
 #include "attention/sm90/backward/products.h"
 #include "attention/sm90/backward/seen.h"
 #include "attention/sm90/backward/smem_plan.h"
@@ -26,6 +27,7 @@ namespace pallas_attn::attention::sm90::backward {
 // Barrier 0 is __syncthreads.
 enum NamedBarrier {
   kCleared = 1,  // what nobody may see, by both math warpgroups
+  kTurn = 2,     // of the first math warpgroup to make weights; behind it the other's
 };
 
 template <typename Element, typename Shape>
@@ -39,11 +41,13 @@ class Consumer {
         warpgroup_(warpgroup),
         thread_(thread),
         at_(thread),
-        weighing_(params) {}
+        weighing_(params),
+        d_queries_(smem, warpgroup, thread) {}
 
   __device__ __forceinline__ void work() {
+    if (kParts == 2 && warpgroup_ == 1) ptx::named_barrier_arrive(kTurn, Shape::kConsumerThreads);
     for (; open(); ++tiles_) {
-      float rdK[accumulators(Shape::kDim)], rdV[accumulators(Shape::kValueDim)];
+      float rdK[kKeyGradient], rdV[kValueGradient];
       float rS[kPairs];
       wait_until_full(smem_.keys, tiles_);
       clear_others_keys();
@@ -64,31 +68,26 @@ class Consumer {
       store(rdK, rdV);
       release(&smem_.told.empty[told().stage()][0], thread_);
     }
+    if (kParts == 2 && warpgroup_ == 0) ptx::named_barrier_sync(kTurn, Shape::kConsumerThreads);
   }
 
  private:
-  static constexpr int kQueries = Shape::kQueries;
-  static constexpr int kPairs = accumulators(kQueries);  // of scores
-  static constexpr int kQuerySteps = kQueries / kStepDims;
-  static constexpr int kCounts = accumulators(kCountColumns);
-  static constexpr int kOwn = accumulators(Shape::kOwnDims);  // of a query tile's gradient
-  static constexpr int kOwnProduct = kOwn + (Shape::kOnesBeside ? kCounts : 0);
+  static constexpr int kQueries = Shape::kQueries, kParts = Shape::kParts;
+  static constexpr int kPairs = accumulators(kFragmentRows);  // of a part's scores
+  static constexpr int kQuerySteps = kFragmentRows / kStepDims;
+  static constexpr int kKeyGradient = accumulators(Shape::kDim),
+                       kValueGradient = accumulators(Shape::kValueDim);
   static constexpr uint32_t kKeyPieceBytes = Shape::kKeys * kRowBytes;
   static constexpr uint32_t kQueryPieceBytes = kQueries * kRowBytes;
-  static constexpr uint32_t kStepRowBytes = kStepDims * kRowBytes;
-
-  // The warpgroup's columns of a query tile's gradient, and counts where they are a product of their own.
-  struct Half {
-    float d[kOwnProduct], counts[kCounts];
-  };
 
   __device__ __forceinline__ Place<kToldTiles> told() const { return {tiles_}; }
   __device__ __forceinline__ int keys_stage() const { return Place<Shape::kKeyStages>{tiles_}.stage(); }
 
   // A step, whose weights are there, up to the next one's.
   template <bool kFirst, bool kLast>
-  __device__ __forceinline__ void run(float (&rdK)[accumulators(Shape::kDim)],
-                                      float (&rdV)[accumulators(Shape::kValueDim)], float (&rS)[kPairs]) {
+  __device__ __forceinline__ void run(float (&rdK)[kKeyGradient], float (&rdV)[kValueGradient],
+                                      float (&rS)[kPairs]) {
+    if constexpr (kParts == 2) return run_halves<kFirst, kLast>(rdK, rdV, rS);
     const int step = steps_, query = query_;
     float rdP[kPairs];
     uint32_t rA[kQuerySteps][4];  // weights, then gradients of scores: what meets queries
@@ -99,9 +98,9 @@ class Consumer {
     issue_d_values(rdV, rA, kFirst);
     ptx::wgmma_wait<1>();
     ptx::wgmma_touch(rdP);
-    if constexpr (kLast) release(&smem_.values.empty[keys_stage()][0], thread_);
-    weighing_.differentiate(rS, rdP, numbers());
-    release(&smem_.numbers.empty[Place<kRowStages>{step}.stage()][0], thread_);
+    if constexpr (kLast) release(&smem_.values.empty[0][0], thread_);
+    weighing_.differentiate(rS, rdP, numbers(step));
+    release(&smem_.numbers.empty[Place<Shape::kRowStages>{step}.stage()][0], thread_);
     advance();
     if constexpr (!kLast) {
       wait_for_queries();
@@ -110,13 +109,14 @@ class Consumer {
     ptx::wgmma_wait<kLast ? 0 : 1>();
     ptx::wgmma_touch(rdV);
     ptx::wgmma_touch(rA);
-    release(&smem_.outs.empty[Place<kOutStages>{step}.stage()][0], thread_);
+    release(&smem_.outs.empty[Place<Shape::kOutStages>{step}.stage()][0], thread_);
     mask(rdP, query);
     pack<Element>(rdP, rA);
-    write_d_scores(rA, step);
+    d_queries_.write_d_scores(rA, step);
+    d_queries_.tell_d_scores(step);
     // That of the step before: the other warpgroup's gradients of scores are there.
-    Half rdQ;
-    if constexpr (!kFirst) issue_d_queries(rdQ, step - 1);
+    typename QueryGradient<Element, Shape>::Own rdQ;
+    if constexpr (!kFirst) d_queries_.issue(rdQ, step - 1, keys_stage());
     issue_d_keys(rdK, rA, step, kFirst);
     if constexpr (!kLast) {
       ptx::wgmma_wait<kFirst ? 1 : 2>();
@@ -125,19 +125,100 @@ class Consumer {
     }
     if constexpr (!kFirst) {
       ptx::wgmma_wait<1>();
-      put(rdQ, step - 1);
+      d_queries_.put(rdQ, step - 1);
     }
     ptx::wgmma_wait<0>();
     ptx::wgmma_touch(rdK);
     ptx::wgmma_touch(rA);
-    release(&smem_.queries.empty[Place<kQueryStages>{step}.stage()][0], thread_);
+    release(&smem_.queries.empty[Place<Shape::kQueryStages>{step}.stage()][0], thread_);
     if constexpr (kLast) {
-      issue_d_queries(rdQ, step);
+      d_queries_.issue(rdQ, step, keys_stage());
       ptx::wgmma_wait<0>();
       release(&smem_.keys.empty[keys_stage()][0], thread_);
-      put(rdQ, step);
+      d_queries_.put(rdQ, step);
     } else {
       mask(rS, query_);  // here registers are free
+    }
+  }
+
+  // The same of a step of two parts: the second one's scores are issued behind what the first one's meet, and
+  // so are those of the next step behind the second one's.
+  template <bool kFirst, bool kLast>
+  __device__ __forceinline__ void run_halves(float (&rdK)[kKeyGradient], float (&rdV)[kValueGradient],
+                                             float (&rS)[kPairs]) {
+    const int step = steps_, query = query_;
+    float rT[kPairs], rdP[kPairs];
+    uint32_t rA[kQuerySteps][4];
+    wait_for_outs();
+    ptx::wgmma_claim(rdP);
+    issue_d_weights(rdP);
+    pack<Element>(rS, rA);
+    issue_d_values(rdV, rA, kFirst);
+    ptx::wgmma_claim(rT);
+    issue_scores(rT, 1);
+    ptx::wgmma_wait<2>();
+    ptx::wgmma_touch(rdP);
+    weighing_.differentiate(rS, rdP, numbers(step));
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_touch(rdV);
+    ptx::wgmma_touch(rA);
+    clear_unweighed(rdP, rS, query);
+    pack<Element>(rdP, rA);
+    d_queries_.write_d_scores(rA, step);
+    issue_d_keys(rdK, rA, step, kFirst);
+    typename QueryGradient<Element, Shape>::Own rdQ;
+    if constexpr (!kFirst) d_queries_.issue(rdQ, step - 1, keys_stage());
+    ptx::wgmma_claim(rdP);
+    issue_d_weights(rdP, 1);
+    ptx::wgmma_wait<kFirst ? 2 : 3>();
+    ptx::wgmma_touch(rT);
+    weigh_in_turn(rT, step, 1);
+    mask(rT, query, 1);
+    ptx::wgmma_wait<kFirst ? 1 : 2>();
+    ptx::wgmma_touch(rdK);
+    ptx::wgmma_touch(rA);
+    pack<Element>(rT, rA);
+    issue_d_values(rdV, rA, false, 1);
+    if constexpr (!kFirst) {
+      ptx::wgmma_wait<2>();
+      d_queries_.put(rdQ, step - 1);
+    }
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_touch(rdP);
+    if constexpr (kLast) release(&smem_.values.empty[0][0], thread_);
+    advance();
+    if constexpr (!kLast) {
+      wait_for_queries();
+      issue_scores(rS);
+    }
+    weighing_.differentiate(rT, rdP, numbers(step, 1));
+    release(&smem_.numbers.empty[Place<Shape::kRowStages>{step}.stage()][0], thread_);
+    ptx::wgmma_wait<kLast ? 0 : 1>();
+    ptx::wgmma_touch(rdV);
+    ptx::wgmma_touch(rA);
+    release(&smem_.outs.empty[Place<Shape::kOutStages>{step}.stage()][0], thread_);
+    clear_unweighed(rdP, rT, query);
+    pack<Element>(rdP, rA);
+    d_queries_.write_d_scores(rA, step, 1);
+    d_queries_.tell_d_scores(step);
+    issue_d_keys(rdK, rA, step, false, 1);
+    if constexpr (!kLast) {
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_touch(rS);
+      wait_until_full(smem_.numbers, steps_);
+      weigh_in_turn(rS, steps_, 0);
+    }
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_touch(rdK);
+    ptx::wgmma_touch(rA);
+    release(&smem_.queries.empty[Place<Shape::kQueryStages>{step}.stage()][0], thread_);
+    if constexpr (kLast) {
+      d_queries_.issue(rdQ, step, keys_stage());
+      ptx::wgmma_wait<0>();
+      release(&smem_.keys.empty[keys_stage()][0], thread_);
+      d_queries_.put(rdQ, step);
+    } else {
+      mask(rS, query_);
     }
   }
 
@@ -160,11 +241,11 @@ class Consumer {
   }
   __device__ __forceinline__ void wait_for_queries() {
     wait_until_full(smem_.queries, steps_);
-    clear_others(smem_.sQ[Place<kQueryStages>{steps_}.stage()]);
+    clear_others(smem_.sQ[Place<Shape::kQueryStages>{steps_}.stage()]);
   }
   __device__ __forceinline__ void wait_for_outs() {
     wait_until_full(smem_.outs, steps_);
-    clear_others(smem_.sdO[Place<kOutStages>{steps_}.stage()]);
+    clear_others(smem_.sdO[Place<Shape::kOutStages>{steps_}.stage()]);
   }
 
   __device__ __forceinline__ void clear_others_keys() {
@@ -198,128 +279,68 @@ class Consumer {
     ptx::named_barrier_sync_unaligned(kCleared, Shape::kConsumerThreads);
   }
 
-  __device__ __forceinline__ void issue_scores(float (&rS)[kPairs]) {
+  __device__ __forceinline__ auto& queries(int step, int part) {
+    return smem_.sQ[Place<Shape::kQueryStages>{step}.stage()][0][part * kFragmentRows];
+  }
+  __device__ __forceinline__ auto& outs(int step, int part) {
+    return smem_.sdO[Place<Shape::kOutStages>{step}.stage()][0][part * kFragmentRows];
+  }
+  __device__ __forceinline__ void issue_scores(float (&rS)[kPairs], int part = 0) {
     multiply_rows<Element, Shape::kDim, kKeyPieceBytes, kQueryPieceBytes>(
-        rS, smem_.sK[keys_stage()][0][warpgroup_ * kFragmentRows],
-        smem_.sQ[Place<kQueryStages>{steps_}.stage()][0]);
+        rS, smem_.sK[keys_stage()][0][warpgroup_ * kFragmentRows], queries(steps_, part));
   }
-  __device__ __forceinline__ void issue_d_weights(float (&rdP)[kPairs]) {
+  __device__ __forceinline__ void issue_d_weights(float (&rdP)[kPairs], int part = 0) {
     multiply_rows<Element, Shape::kValueDim, kKeyPieceBytes, kQueryPieceBytes>(
-        rdP, smem_.sV[keys_stage()][0][warpgroup_ * kFragmentRows],
-        smem_.sdO[Place<kOutStages>{steps_}.stage()][0]);
+        rdP, smem_.sV[0][warpgroup_ * kFragmentRows], outs(steps_, part));
   }
-  __device__ __forceinline__ void issue_d_values(float (&rdV)[accumulators(Shape::kValueDim)],
-                                                 uint32_t (&rP)[kQuerySteps][4], bool first) {
-    add_product<Element, kQueryPieceBytes>(rdV, rP, smem_.sdO[Place<kOutStages>{steps_}.stage()][0], first);
+  __device__ __forceinline__ void issue_d_values(float (&rdV)[kValueGradient], uint32_t (&rP)[kQuerySteps][4],
+                                                 bool first, int part = 0) {
+    add_product<Element, kQueryPieceBytes>(rdV, rP, outs(steps_, part), first);
   }
-  __device__ __forceinline__ void issue_d_keys(float (&rdK)[accumulators(Shape::kDim)],
-                                               uint32_t (&rdS)[kQuerySteps][4], int step, bool first) {
-    add_product<Element, kQueryPieceBytes>(rdK, rdS, smem_.sQ[Place<kQueryStages>{step}.stage()][0], first);
-  }
-
-  // The warpgroup's columns of a step's gradient of queries; and sums of what is multiplied with keys.
-  __device__ __forceinline__ void issue_d_queries(Half& half, int of_step) {
-    wait_until_full(smem_.scores, of_step);
-    const int buffer = Place<kScoreStages>{of_step}.stage();
-    const uint64_t left = descriptor(smem_.sdS[buffer][0], 0);
-    const auto& keys = smem_.sK[keys_stage()][warpgroup_ * Shape::kOwnDims / kPieceDims];
-    const auto beside = static_cast<uint32_t>(reinterpret_cast<const char*>(&smem_.ones) -
-                                              reinterpret_cast<const char*>(&keys));
-    const uint64_t right =
-        ptx::advance_descriptor(descriptor(keys, Shape::kOnesBeside ? beside : kKeyPieceBytes),
-                                warpgroup_ * Shape::kOwnDims % kPieceDims * sizeof(uint16_t));
-    ptx::wgmma_claim(half.d);
-    if constexpr (!Shape::kOnesBeside) ptx::wgmma_claim(half.counts);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Shape::kKeys / kStepDims; ++step) {
-      const uint32_t piece = step / kStepsPerPiece, within = step % kStepsPerPiece * kStepDims * 2;
-      const uint64_t step_left = ptx::advance_descriptor(left, piece * kQueryPieceBytes + within);
-      // The same ones for all keys.
-      const uint64_t step_right = Shape::kOnesBeside ? ptx::advance_first_piece(right, step * kStepRowBytes)
-                                                     : ptx::advance_descriptor(right, step * kStepRowBytes);
-      ptx::wgmma_k16<Element, ptx::kMNMajor>(half.d, step_left, step_right, step > 0);
-    }
-    if constexpr (!Shape::kOnesBeside) {
-      const uint64_t ones = descriptor(smem_.ones, 0);
-#pragma unroll
-      for (int step = 0; step < kFragmentRows / kStepDims; ++step) {
-        const uint64_t step_left =
-            ptx::advance_descriptor(left, warpgroup_ * kQueryPieceBytes + step * kStepDims * 2);
-        ptx::wgmma_k16<Element, ptx::kKMajor>(half.counts, step_left, ones, step > 0);
-      }
-    }
-    ptx::wgmma_commit();
+  __device__ __forceinline__ void issue_d_keys(float (&rdK)[kKeyGradient], uint32_t (&rdS)[kQuerySteps][4],
+                                               int step, bool first, int part = 0) {
+    add_product<Element, kQueryPieceBytes>(rdK, rdS, queries(step, part), first);
   }
 
   __device__ __forceinline__ bool is_open(int query) const {
     return __builtin_expect(query >= open_.begin && query < open_.end, true);
   }
   // Where not all pairs of a step count.
-  __device__ __forceinline__ void mask(float (&d)[kPairs], int query) const {
+  __device__ __forceinline__ void mask(float (&d)[kPairs], int query, int part = 0) const {
     if (is_open(query)) return;
     const Tile& tile = smem_.tiles[told().stage()];
-    const int first = query * kQueries;
+    const int first = query * kQueries + part * kFragmentRows;
     Seen<Side::kKeys>(params_, tile, first, warpgroup_ * kFragmentRows, at_).mask(d);
     if (tile.q_rank >= 0) mask_others<Side::kQueries>(d, params_, tile, first, thread_ % 32, at_.in_quad);
   }
 
-  __device__ __forceinline__ OfColumns<kQueries> numbers() const {
-    return {smem_.rows[Place<kRowStages>{steps_}.stage()], at_};
+  // The same of gradients beside weights that are masked: what has no weight has no gradient, whatever it is.
+  __device__ __forceinline__ void clear_unweighed(float (&rdP)[kPairs], const float (&rP)[kPairs],
+                                                  int query) const {
+    if (is_open(query)) return;
+#pragma unroll
+    for (int r = 0; r < kPairs; ++r) rdP[r] = rP[r] == 0.0f ? 0.0f : rdP[r];
+  }
+
+  __device__ __forceinline__ OfColumns<kQueries> numbers(int step, int part = 0) const {
+    return {smem_.rows[Place<Shape::kRowStages>{step}.stage()], at_, part * kFragmentRows};
   }
   __device__ __forceinline__ void weigh(float (&rS)[kPairs]) {
     wait_until_full(smem_.numbers, steps_);
-    weighing_.weigh(rS, numbers());
+    weighing_.weigh(rS, numbers(steps_));
   }
 
-  // Transposed to [queries, keys]: lane l addresses what becomes row l % 8 of matrix l / 8; matrices 0 and 1
-  // are the first eight queries of a step of 16 by the warp's keys, 2 and 3 the others.
-  __device__ __forceinline__ void write_d_scores(const uint32_t (&rdS)[kQuerySteps][4], int of_step) {
-    wait_until_empty(smem_.scores, of_step);
-    const int buffer = Place<kScoreStages>{of_step}.stage();
-    const int lane = thread_ % 32, row = lane % 8 + lane / 16 * 8;
-    const int chunk = at_.warp * 2 + lane / 8 % 2;
-    const uint32_t to = ptx::shared_address(smem_.sdS[buffer][warpgroup_][row]) + ((chunk ^ lane % 8) << 4);
-#pragma unroll
-    for (int step = 0; step < kQuerySteps; ++step) {
-      ptx::store_matrix_x4_transposed(to + step * kStepRowBytes, rdS[step]);
-    }
-    ptx::fence_async_shared();
-    release(&smem_.scores.full[buffer][0], thread_);
+  // One math warpgroup at a time: exponentials of both at once take each twice as long, and products wait.
+  __device__ __forceinline__ void weigh_in_turn(float (&rS)[kPairs], int step, int part) {
+    ptx::named_barrier_sync(kTurn + warpgroup_, Shape::kConsumerThreads);
+    ptx::wgmma_touch(rS);
+    weighing_.weigh(rS, numbers(step, part));
+    ptx::wgmma_touch(rS);
+    ptx::named_barrier_arrive(kTurn + 1 - warpgroup_, Shape::kConsumerThreads);
   }
 
-  // A step's gradient of queries, which is done, to shared memory, once the one before has been read.
-  __device__ __forceinline__ void put(Half& half, int step) {
-    ptx::wgmma_touch(half.d);
-    if constexpr (!Shape::kOnesBeside) ptx::wgmma_touch(half.counts);
-    release(&smem_.scores.empty[Place<kScoreStages>{step}.stage()][0], thread_);
-    if (step > 0) {
-      const Place<kAdders> before = {step - 1};
-      ptx::mbarrier_wait(&smem_.added.empty[before.stage()][0], before.full());
-    }
-    const int first = warpgroup_ * Shape::kOwnDims;
-#pragma unroll
-    for (int i = 0; i < kRowsPerThread; ++i) {
-      float* const row = smem_.sums[at_.row(i)] + at_.in_quad * 2;
-      const auto store = [&](int column, const float* d) {
-        *reinterpret_cast<float2*>(row + column) = make_float2(d[0], d[1]);
-      };
-#pragma unroll
-      for (int group = 0; group < kOwn / 4; ++group) {
-        if (first + group * 8 < Shape::kDim) store(first + group * 8, half.d + group * 4 + i * 2);
-      }
-      if constexpr (Shape::kOnesBeside) {
-        if (warpgroup_ == 0) store(Shape::kDim, half.d + kOwn + i * 2);
-      } else if (at_.in_quad * 2 < kCountColumns / Shape::kMath) {
-        store(Shape::kDim + warpgroup_ * (kCountColumns / Shape::kMath), half.counts + i * 2);
-      }
-    }
-    ptx::fence_async_shared();
-    release(&smem_.added.full[Place<kAdders>{step}.stage()][0], thread_);
-  }
-
-  __device__ __forceinline__ void store(const float (&rdK)[accumulators(Shape::kDim)],
-                                        const float (&rdV)[accumulators(Shape::kValueDim)]) const {
+  __device__ __forceinline__ void store(const float (&rdK)[kKeyGradient],
+                                        const float (&rdV)[kValueGradient]) const {
     const Tile& tile = smem_.tiles[told().stage()];
     const int first = tile.first + warpgroup_ * kFragmentRows;
     const auto has = [&](int row) { return tile.has<Side::kKeys>(params_, first + row); };
@@ -338,6 +359,7 @@ class Consumer {
   const int thread_;
   const FragmentPosition at_;
   const Weighing weighing_;
+  QueryGradient<Element, Shape> d_queries_;
 
   int tiles_ = 0, steps_ = 0;  // opened before this one; of all tiles, before the one whose weights come next
   // The tile's query tiles, those in which all pairs count, and the step's; steps that are left with it.

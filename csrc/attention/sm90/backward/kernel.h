@@ -42,7 +42,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
   const int lane = thread % 32;
   if (warp == kLoader) Loader<Shape>(params, maps, smem, lane).work();
-  if (warp == kRowLoader) load_rows<Shape::kQueries, kRowStages, BandSteps<Side::kKeys>>(params, smem, lane);
+  if (warp == kRowLoader) {
+    load_rows<Shape::kQueries, Shape::kRowStages, BandSteps<Side::kKeys>>(params, smem, lane);
+  }
   if (warp >= kAdder) Adder<Shape>(params, smem, warp - kAdder, lane).work();
 }
 

@@ -35,15 +35,19 @@ class Loader {
   }
 
  private:
-  // Keys last: where they have one buffer, the tile before needs it to its end.
+  // Keys last where they have one buffer: the tile before needs it to its end.
   __device__ void load(const Tile& tile, int count) {
     const int token = tile.key + tile.first;
     const Place<Shape::kKeyStages> at = {count};
     Step step(tile.met);
+    const auto load_keys = [&] {
+      fetch(smem_.keys, at, smem_.sK[at.stage()], maps_.key, tile.head, token, tile.batch);
+    };
     load_queries(tile, step);
-    fetch(smem_.values, at, smem_.sV[at.stage()], maps_.value, tile.head, token, tile.batch);
+    if (Shape::kKeyStages > 1) load_keys();
+    fetch(smem_.values, Place<1>{count}, smem_.sV, maps_.value, tile.head, token, tile.batch);
     load_outs(tile, step);
-    fetch(smem_.keys, at, smem_.sK[at.stage()], maps_.key, tile.head, token, tile.batch);
+    if (Shape::kKeyStages == 1) load_keys();
     ++steps_;
     while (step.advance(tile.met, params_.group)) {
       load_queries(tile, step);
@@ -52,12 +56,12 @@ class Loader {
     }
   }
   __device__ __forceinline__ void load_queries(const Tile& tile, const Step& step) {
-    const Place<kQueryStages> at = {steps_};
+    const Place<Shape::kQueryStages> at = {steps_};
     fetch(smem_.queries, at, smem_.sQ[at.stage()], maps_.query, tile.head * params_.group + step.head,
           tile.query + step.met * Shape::kQueries, tile.batch);
   }
   __device__ __forceinline__ void load_outs(const Tile& tile, const Step& step) {
-    const Place<kOutStages> at = {steps_};
+    const Place<Shape::kOutStages> at = {steps_};
     fetch(smem_.outs, at, smem_.sdO[at.stage()], maps_.d_out, tile.head * params_.group + step.head,
           tile.query + step.met * Shape::kQueries, tile.batch);
   }

@@ -17,33 +17,36 @@ struct alignas(1024) SmemPlan {
   using QueryPiece = SwizzledPiece<Shape::kQueries>;
 
   KeyPiece sK[Shape::kKeyStages][Shape::kPieces];
-  KeyPiece sV[Shape::kKeyStages][Shape::kValuePieces];
-  QueryPiece sQ[kQueryStages][Shape::kPieces];
-  QueryPiece sdO[kOutStages][Shape::kValuePieces];
-  QueryPiece sdS[kScoreStages][Shape::kMath];  // gradients of scores: queries by keys of a math warpgroup
-  SwizzledPiece<kStepDims> ones;               // behind the keys, as wgmma's offsets are positive
-  alignas(16) float sums[Shape::kQueries][Shape::kSumColumns];  // a step's gradient of queries
+  KeyPiece sV[Shape::kValuePieces];
+  QueryPiece sQ[Shape::kQueryStages][Shape::kPieces];
+  QueryPiece sdO[Shape::kOutStages][Shape::kValuePieces];
+  // Gradients of a part's scores: queries by keys of a math warpgroup.
+  SwizzledPiece<kFragmentRows> sdS[Shape::kScoreStages][Shape::kMath];
+  SwizzledPiece<kStepDims> ones;  // behind the keys, as wgmma's offsets are positive
+  alignas(16) float sums[Shape::kSums][kFragmentRows][Shape::kSumColumns];  // parts' gradients of queries
 
-  Rows<Shape::kQueries> rows[kRowStages];
+  Rows<Shape::kQueries> rows[Shape::kRowStages];
 
   Tile tiles[kToldTiles];
   Ring<kToldTiles, 1, 1> told;
-  Ring<Shape::kKeyStages, 1, 1> keys, values;
-  Ring<kQueryStages, 1, 1> queries;
-  Ring<kOutStages, 1, 1> outs;
-  Ring<kRowStages, 1, 1> numbers;   // of rows
-  Ring<kScoreStages, 1, 1> scores;  // their gradients, by both math warpgroups
-  Ring<kAdders, 1, 1> added;        // `sums`, one buffer for all of its adders
+  Ring<Shape::kKeyStages, 1, 1> keys;
+  Ring<1, 1, 1> values;
+  Ring<Shape::kQueryStages, 1, 1> queries;
+  Ring<Shape::kOutStages, 1, 1> outs;
+  Ring<Shape::kRowStages, 1, 1> numbers;   // of rows
+  Ring<Shape::kScoreStages, 1, 1> scores;  // their gradients, by both math warpgroups
+  Ring<Shape::kSumStages, 1, 1> added;     // `sums`
 
   __device__ void init() {
+    constexpr int kOfPart = Shape::kConsumerWarps / Shape::kParts;  // those who work out its gradient
     told.init(Shape::kConsumerWarps + 1 + kAdders, 1, 1);
     keys.init(Shape::kConsumerWarps, 1, 1);
     values.init(Shape::kConsumerWarps, 1, 1);
     queries.init(Shape::kConsumerWarps, 1, 1);
     outs.init(Shape::kConsumerWarps, 1, 1);
     numbers.init(Shape::kConsumerWarps, 32, 32);
-    scores.init(Shape::kConsumerWarps, Shape::kConsumerWarps, Shape::kConsumerWarps);
-    added.init(1, Shape::kConsumerWarps, Shape::kConsumerWarps);
+    scores.init(kOfPart, Shape::kConsumerWarps, Shape::kConsumerWarps);
+    added.init(1, kOfPart, kOfPart);
   }
 };
 

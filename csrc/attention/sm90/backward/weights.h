@@ -14,22 +14,23 @@ namespace pallas_attn::attention::sm90::backward {
 template <int kQueries>
 class OfColumns {
  public:
-  __device__ OfColumns(const Rows<kQueries>& rows, const FragmentPosition& at)
-      : rows_(rows), in_quad_(at.in_quad) {}
+  // Of columns from `first` on, a multiple of 16.
+  __device__ OfColumns(const Rows<kQueries>& rows, const FragmentPosition& at, int first = 0)
+      : rows_(rows), in_quad_(at.in_quad), first_(first) {}
 
   static __device__ constexpr int which(int j) { return j % 2; }
   __device__ __forceinline__ void lse(int r, float (&maximum)[2], float (&rest)[2]) const {
-    const float4 lse = *reinterpret_cast<const float4*>(rows_.lse[r + in_quad_]);
+    const float4 lse = *reinterpret_cast<const float4*>(rows_.lse[first_ / 2 + r + in_quad_]);
     maximum[0] = lse.x, maximum[1] = lse.y, rest[0] = lse.z, rest[1] = lse.w;
   }
   __device__ __forceinline__ void delta(int r, float (&delta)[2]) const {
-    const float4 d = *reinterpret_cast<const float4*>(rows_.delta[r / 8 * 4 + in_quad_]);
+    const float4 d = *reinterpret_cast<const float4*>(rows_.delta[first_ / 4 + r / 8 * 4 + in_quad_]);
     delta[0] = r % 8 < 4 ? d.x : d.z, delta[1] = r % 8 < 4 ? d.y : d.w;
   }
 
  private:
   const Rows<kQueries>& rows_;
-  const int in_quad_;
+  const int in_quad_, first_;
 };
 
 class OfRows {
