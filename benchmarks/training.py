@@ -183,7 +183,8 @@ def timed_steps(
 def train(chosen: dict[str, Attention], sizes: Sizes, options: argparse.Namespace) -> bool:
     """Whether attentions agree; the losses go to a file, and a picture beside it."""
     curves: losses.Curves = {}
-    about = f"{decoder.count(sizes) / 1e6:.1f} million weights, {sizes.tokens} tokens a step, {jax.devices()[0].device_kind}"
+    device = jax.devices()[0].device_kind
+    about = f"{decoder.count(sizes) / 1e6:.1f} million weights, {sizes.tokens} tokens a step, {device}"
     by_seed = {seed: decoder.batches(options.steps, sizes, seed) for seed in options.seeds}
     with progress.shown(len(chosen) * (1 + len(by_seed))) as (advance, _):
         batch = by_seed[options.seeds[0]][0]
