@@ -127,18 +127,7 @@ class Consumer {
       ptx::wgmma_wait<1>();
       d_queries_.put(rdQ, step - 1);
     }
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_touch(rdK);
-    ptx::wgmma_touch(rA);
-    release(&smem_.queries.empty[Place<Shape::kQueryStages>{step}.stage()][0], thread_);
-    if constexpr (kLast) {
-      d_queries_.issue(rdQ, step, keys_stage());
-      ptx::wgmma_wait<0>();
-      release(&smem_.keys.empty[keys_stage()][0], thread_);
-      d_queries_.put(rdQ, step);
-    } else {
-      mask(rS, query_);  // here registers are free
-    }
+    end_step<kLast>(rdK, rA, rS, rdQ, step);
   }
 
   // The same of a step of two parts: the second one's scores are issued behind what the first one's meet, and
@@ -208,6 +197,15 @@ class Consumer {
       wait_until_full(smem_.numbers, steps_);
       weigh_in_turn(rS, steps_, 0);
     }
+    end_step<kLast>(rdK, rA, rS, rdQ, step);
+  }
+
+  // Its last product is waited for. Behind a tile's last step there is no other that has its gradient of
+  // queries as well.
+  template <bool kLast>
+  __device__ __forceinline__ void end_step(float (&rdK)[kKeyGradient], uint32_t (&rA)[kQuerySteps][4],
+                                           float (&rS)[kPairs],
+                                           typename QueryGradient<Element, Shape>::Own& rdQ, int step) {
     ptx::wgmma_wait<0>();
     ptx::wgmma_touch(rdK);
     ptx::wgmma_touch(rA);
@@ -218,7 +216,7 @@ class Consumer {
       release(&smem_.keys.empty[keys_stage()][0], thread_);
       d_queries_.put(rdQ, step);
     } else {
-      mask(rS, query_);
+      mask(rS, query_);  // here registers are free
     }
   }
 
