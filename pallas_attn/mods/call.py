@@ -175,11 +175,12 @@ def _mask(
 ) -> BlockMask | Band | None:
     if block_mask is None and mask_mod is None:
         return None
+    bounded = band.left is not None or band.right is not None
     if block_mask is None:
         traced = trace(check.function, "mask_mod", mask_mod)  # its words, were it no such function
         if 0 in sizes:
             return None
-        if band.left is not None or band.right is not None:
+        if bounded:
             traced = trace(check.function, "mask_mod", and_masks(mask_mod, mod_of(band)))
         if (whole := band_of(within(traced.program, sizes.lengths))) is not None:
             return whole
@@ -188,7 +189,7 @@ def _mask(
     check.instance("block_mask", block_mask, BlockMask)
     if mask_mod is not None:
         check.fail("block_mask", "None where there is a mask_mod", "both")
-    if band.left is not None or band.right is not None:
+    if bounded:
         check.fail(
             "block_mask", "neither causal nor sliding_window beside it (they may be part of it)", "both"
         )
