@@ -297,3 +297,16 @@ def test_outputs_of_jax_mha(made, documents):
     assert peer.supports(case) is None
     outs = [jax.jit(peer.attend(case))(*inputs.tables[i])[0] for i in (0, -1)]
     assert reference.worst_error(outs, expected) < 5e-3
+
+
+@pytest.mark.parametrize("case", DENSE, ids=lambda case: case.id)
+def test_outputs_of_dew(made, monkeypatch, case):
+    case = dataclasses.replace(case, value_dim=None)
+    monkeypatch.setitem(sys.modules, "dew_flash_attn", stand_ins.dew_package())
+    inputs, expected = made(case)
+    peer = baselines.load("dew")
+    assert peer.supports(case) is None
+    outs = [jax.jit(peer.attend(case))(*inputs.tables[i])[0] for i in (0, -1)]
+    assert reference.worst_error(outs, expected) < 5e-3
+    assert "own places" in peer.supports(dataclasses.replace(case, q_offset=1))
+    assert "values" in peer.supports(dataclasses.replace(case, value_dim=32))

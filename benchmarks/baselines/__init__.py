@@ -40,6 +40,7 @@ PEERS = (
     "jax_nn",
     "torch_sdpa",
     "cudnn",
+    "dew",
     "jax_mha",
     "manual",
 )
