@@ -24,9 +24,9 @@ from pallas_attn._call.device import Device
 # From a program's start to its first products: lengths, page ids and keys come one after the other. The merge, a second
 # kernel, has to start too.
 START_NS = MERGE_NS = 3000
-# That each step of a program waits, however small its tile.
+# That each step of a program takes, however small its tile. Half of it are instructions, the rest is waiting.
 STEP_NS = 200
-# Of a multiprocessor's instructions, for each program that it begins: two such waits, for lengths and for page ids.
+# Of a multiprocessor's instructions, for each program that it begins: two such steps, for lengths and for page ids.
 BEGIN_NS = 2 * STEP_NS
 # Bytes a nanosecond that a multiprocessor's instructions get through.
 CORE_BYTES_NS = 41
@@ -70,6 +70,11 @@ class Waves:
         """That a program takes for each byte, however few programs there are."""
         return STEP_NS / self.step_bytes + 1 / CORE_BYTES_NS
 
+    @functools.cached_property
+    def core_ns(self) -> float:
+        """That a multiprocessor's instructions take for each byte, whichever program's it is."""
+        return STEP_NS / 2 / self.step_bytes + 1 / CORE_BYTES_NS
+
     def cost(self, splits: int, *, whole: bool = False) -> float:
         """Nanoseconds, the geometric mean of both batches. `whole`: nothing is ever cut, and there is no merge."""
         programs = self.walks * splits
@@ -98,9 +103,8 @@ class Waves:
 
         def wave(programs: int) -> float:
             fullest = min(self.resident, math.ceil(UNEVEN * programs / self.device.num_cores))
-            reading = (
-                max(programs / self.device.bytes_ns, fullest / CORE_BYTES_NS, self.alone_ns) * split_bytes
-            )
+            slowest = max(programs / self.device.bytes_ns, fullest * self.core_ns, self.alone_ns)
+            reading = slowest * split_bytes
             return START_NS + BEGIN_NS * fullest + reading
 
         full, rest = divmod(self.walks * splits, self.at_once)
@@ -111,7 +115,7 @@ class Waves:
         read_bytes = DIFFERING * self.walks * self.steps * self.step_bytes
         # What programs of the first wave have left uneven those of the next ones even out.
         uneven = 1 + (UNEVEN - 1) / waves
-        reading = read_bytes * max(1 / self.device.bytes_ns, uneven / (CORE_BYTES_NS * self.device.num_cores))
+        reading = read_bytes * max(1 / self.device.bytes_ns, uneven * self.core_ns / self.device.num_cores)
         longest_bytes = self.steps * self.step_bytes
         if not whole:
             longest_bytes = max(self.step_bytes, UNEVEN * read_bytes / max(programs, self.at_once))
