@@ -7,8 +7,8 @@ comparison, between which bounds the distance of the two has to be.
 
 import functools
 import operator
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from pallas_attn._tile.band import Band
 from pallas_attn.mods.program import KEY, QUERY, VARIABLES, Number, Operand, Program, Step
@@ -46,8 +46,8 @@ def band_of(program: Program) -> Band | None:
     def value(operand: Operand) -> Sum | Bounds | None:
         if not isinstance(operand, Number):
             return found[operand]
-        if operand.dtype == "int32" and abs(int(operand.value)) <= LARGEST:
-            return Sum(0, 0, int(operand.value))
+        if (constant := constant_sum(operand)) is not None:
+            return constant
         return Bounds() if operand.dtype == "bool" and operand.value else None
 
     for step in program.steps:
@@ -58,18 +58,29 @@ def band_of(program: Program) -> Band | None:
 
 def _result(step: Step, inputs: list[Sum | Bounds | None]) -> Sum | Bounds | None:
     match step.name, inputs:
-        case "neg", [Sum() as one]:
-            return _sum(Sum(0, 0, 0), one, -1)
-        case "add", [Sum() as one, Sum() as other]:
-            return _sum(one, other, 1)
-        case "sub", [Sum() as one, Sum() as other]:
-            return _sum(one, other, -1)
         case (("le" | "lt" | "ge" | "gt"), [Sum() as one, Sum() as other]):
             if step.name[0] == "g":
                 one, other = other, one
             return _at_most(_sum(one, other, -1), 1 if step.name[1] == "t" else 0)
         case "and", [Bounds() as one, Bounds() as other]:
             return Bounds(_limit(max, one.least, other.least), _limit(min, one.most, other.most))
+    return sum_of(step.name, inputs)
+
+
+def constant_sum(number: Number) -> Sum | None:
+    fits = number.dtype == "int32" and abs(int(number.value)) <= LARGEST
+    return Sum(0, 0, int(number.value)) if fits else None
+
+
+def sum_of(name: str, inputs: Sequence[Any]) -> Sum | None:
+    """What an operation makes of sums; None of others."""
+    match name, inputs:
+        case "neg", [Sum() as one]:
+            return _sum(Sum(0, 0, 0), one, -1)
+        case "add", [Sum() as one, Sum() as other]:
+            return _sum(one, other, 1)
+        case "sub", [Sum() as one, Sum() as other]:
+            return _sum(one, other, -1)
     return None
 
 

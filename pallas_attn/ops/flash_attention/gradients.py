@@ -52,9 +52,8 @@ def _gradients(
         """[batch, num_kv_heads, group, q_len] of numbers that stand as out's rows."""
         return jnp.moveaxis(x, 1, -1) if layout == "BTNH" else x
 
-    if call.implementation == "xla" or any(
-        given is not None for given in (operands.mask, operands.bias, operands.mods)
-    ):
+    hiding = (operands.mask, operands.bias, None if cuda.has_slopes(operands) else operands.mods)
+    if call.implementation == "xla" or any(given is not None for given in hiding):
         # Elsewhere kernels never read, of whole tiles, what sees no key.
         blind = weights.are_blind(lse, has_sink=operands.sinks is not None)
         d_out = weights.of_seeing(d_out, jnp.moveaxis(blind, -1, 1) if layout == "BTNH" else blind)
