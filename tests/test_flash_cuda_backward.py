@@ -24,6 +24,9 @@ OWN = [  # query heads, KV heads, dim, dtype, options
     (2, 2, 96, "bfloat16", {"causal": True}),
     (4, 2, (192, 128), "bfloat16", {"causal": True}),
     (2, 1, 256, "float16", {"sliding_window": (99, 9), "segments": 3}),
+    (4, 2, 128, "bfloat16", {"causal": True, "alibi": True}),
+    (4, 1, 64, "bfloat16", {"alibi": True, "layout": "BNTH"}),
+    (2, 2, 88, "float16", {"sliding_window": (90, 0), "segments": 5, "alibi": True}),
 ]
 
 
@@ -35,6 +38,7 @@ def test_its_own_gradients(case):
     options, tokens, rng = dict(options), 700, np.random.default_rng(0)
     if count := options.pop("segments", None):
         options["segment_ids"] = jnp.asarray(np.sort(rng.integers(0, count, (2, tokens)), axis=1), jnp.int32)
+    alibi = options.pop("alibi", False)
     dim, value_dim = dim if isinstance(dim, tuple) else (dim, dim)
     heads_first = options.get("layout") == "BNTH"
     floats = [
@@ -44,11 +48,14 @@ def test_its_own_gradients(case):
         for n, d in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))
     ]
     floats.append(jnp.asarray(rng.standard_normal(heads), jnp.float32))
+    if alibi:
+        floats.append(jnp.asarray(0.5 / np.arange(1, heads + 1), jnp.float32))
 
     def pulled(implementation, *floats):
-        def attention(query, key, value, sinks):
+        def attention(query, key, value, sinks, *slopes):
+            bias = (lambda s, b, h, q, k: s - slopes[0][h] * (q - k)) if slopes else None
             return pallas_attn.flash_attention(
-                query, key, value, sinks=sinks, return_lse=True, implementation=implementation,
+                query, key, value, sinks=sinks, return_lse=True, implementation=implementation, score_mod=bias,
                 config=GRADIENTS if implementation == "cuda" else None, **options,
             )  # fmt: skip
 
