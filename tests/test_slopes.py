@@ -88,7 +88,9 @@ def _shapes(length: int, dim: int):
 def _gradients(*floats, config=None, **options):
     def loss(slopes, *floats):
         bias = lambda s, b, h, q, k: s + slopes[h] * (k - q)  # noqa: E731
-        out = unchecked(flash_attention)(*floats, score_mod=bias, implementation="cuda", config=config, **options)
+        out = unchecked(flash_attention)(
+            *floats, score_mod=bias, implementation="cuda", config=config, **options
+        )
         return jnp.sum(out.astype(jnp.float32))
 
     return jax.grad(loss, (0, 1, 2, 3))(jnp.arange(6.0), *floats)
