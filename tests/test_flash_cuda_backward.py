@@ -76,17 +76,22 @@ def test_its_own_gradients(case):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize("tilted", [False, True])
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Manual])
-def test_each_device_calls_it_with_what_is_its_own(monkeypatch, axis_type):
-    """Explicit axes, and shard_map's, whose check of what varies it passes."""
+def test_each_device_calls_it_with_what_is_its_own(monkeypatch, axis_type, tilted):
+    """Explicit axes, and shard_map's, whose check of what varies it passes. Slopes are those of its heads."""
     as_if_cuda(monkeypatch)
+    slopes = jnp.arange(16.0)
+    alibi = (lambda s, b, h, q, k: s - slopes[h] * (q - k)) if tilted else None
     specs = [PartitionSpec("x", None, "y")] * 3
     arrays = [jax.ShapeDtypeStruct((2, 2048, heads, 128), jnp.bfloat16) for heads in (16, 4, 4)]
 
     def gradients(*floats):
         def loss(*floats):
             return (
-                pallas_attn.flash_attention(*floats, causal=True, implementation="cuda", config=GRADIENTS)
+                pallas_attn.flash_attention(
+                    *floats, causal=True, score_mod=alibi, implementation="cuda", config=GRADIENTS
+                )
                 .astype(jnp.float32)
                 .sum()
             )
@@ -96,3 +101,4 @@ def test_each_device_calls_it_with_what_is_its_own(monkeypatch, axis_type):
     text = lower_for_four(gradients, arrays, specs, specs, axis_type)
     [call] = [line for line in text.splitlines() if f"@{TARGET}(" in line]
     assert "tensor<1x2048x8x128xbf16>" in call
+    assert ("tensor<8xf32>" in call) == tilted
