@@ -8,7 +8,7 @@
 
 16 heads of 128 in bf16, or as much of other heads, 16k tokens in all; forward, and forward with gradients. The block
 mask is given to either side, made before: what that takes is no part of a call. Ours has room for all blocks that are
-seen in part, so that on Hopper CUDA serves it, unless there is a score_mod. torch's function is compiled for its sizes
+seen in part, so that on Hopper CUDA serves it. torch's function is compiled for its sizes
 alone (dynamic=False), and once for both: its forward saves what gradients need, as ours does not have to.
 
 How it measures: outputs and gradients of some tokens are compared with those of the first, and one that is further
@@ -129,10 +129,8 @@ def ours(
     return jax.jit(both if gradients else attend).lower(blocks, *given), (blocks, *given)
 
 
-def ways_of(case: Case, gradients: bool, ways: Sequence[str]) -> list[str]:
-    """Those that serve, each once."""
-    if case.name == "ALiBi":
-        return [way for way in ways if WAYS[way][0] != "cuda"]
+def ways_of(gradients: bool, ways: Sequence[str]) -> list[str]:
+    """Each once."""
     return [way for way in ways if gradients or WAYS[way][1] is None]
 
 
@@ -264,7 +262,7 @@ def main() -> None:
                 return pool.submit(lowered.compile), arrays
 
             return {
-                gradients: {way: one(way, gradients) for way in ways_of(case, gradients, chosen.ways)}
+                gradients: {way: one(way, gradients) for way in ways_of(gradients, chosen.ways)}
                 for gradients in (False, True)
             }
 

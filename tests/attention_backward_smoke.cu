@@ -1,8 +1,8 @@
 // Attention's backward kernels on a few small batches, without XLA: what the sanitizers run (make sanitize).
 //
 // The batches reach one pass and three, sums in one order and in any, a KV head's heads, windows, soft caps,
-// tiles that are partial, queries and keys that meet nothing, documents side by side and mixed, and a layout.
-// Results are compared with double precision.
+// ALiBi, tiles that are partial, queries and keys that meet nothing, documents side by side and mixed, and a
+// layout. Results are compared with double precision.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -28,6 +28,7 @@ struct Case {
   bool documents = false;  // two; mixed: their tokens by turns
   bool mixed = false;
   bool layout = false;  // blocks of 128, of which odd rows leave out the first; causal
+  float alibi = 0;      // the first head's slope; the next one's is half of it
 };
 
 // A compressed sparse row matrix.
@@ -98,7 +99,7 @@ bool run(const Case& c, ElementType type, float limit) {
     for (int q = 0; q < c.q_len; ++q) {
       std::vector<double> logits(c.kv_len), weights(c.kv_len), d_weights(c.kv_len), slopes(c.kv_len, 1.0);
       double most = -INFINITY, sum = 0;
-      const double factor = c.softcap > 0 ? c.softcap : scale;
+      const double factor = c.alibi > 0 ? 1 : c.softcap > 0 ? c.softcap : scale;
       for (int k = 0; k < c.kv_len; ++k) {
         if (!sees(q, k)) continue;
         for (int d = 0; d < c.dim; ++d) logits[k] += query.at(q, head, d) * key.at(k, kv_head, d);
@@ -106,6 +107,7 @@ bool run(const Case& c, ElementType type, float limit) {
           logits[k] = std::tanh(logits[k] * scale / c.softcap);
           slopes[k] = 1 - logits[k] * logits[k];
         }
+        if (c.alibi > 0) logits[k] = logits[k] * scale + c.alibi / (1 << head) * (k - q - c.offset);
         for (int d = 0; d < c.value_dim; ++d) d_weights[k] += d_out.at(q, head, d) * value.at(k, kv_head, d);
         most = std::max(most, logits[k]);
       }
@@ -165,6 +167,9 @@ bool run(const Case& c, ElementType type, float limit) {
   }
   params.maximum = on_device(maximum), params.rest = on_device(rest), params.delta = on_device(delta);
   params.total = on_device(std::vector<float>(delta.size(), 0.0f));
+  std::vector<float> alibi;
+  for (int head = 0; head < c.heads; ++head) alibi.push_back(c.alibi / (1 << head));
+  if (c.alibi > 0) params.alibi = on_device(alibi);
   auto* const to_query = unwritten<Element>(d_query.size());
   auto* const to_key = unwritten<Element>(d_key.size());
   auto* const to_value = unwritten<Element>(d_value.size());
@@ -211,6 +216,8 @@ int main() {
       {"window", 200, 140, 2, 1, 96, 80, 5, 9, -40},
       {"any order", 260, 300, 2, 1, 64, 64, -1, 0, 40, 0, false},
       {"soft cap", 130, 130, 1, 1, 128, 128, -1, 0, 0, 1.5f},
+      {"ALiBi", 200, 300, 4, 2, 128, 128, -1, 0, 100, 0, true, false, false, false, 0.5f},
+      {"narrow ALiBi", 130, 260, 2, 1, 64, 64, -1, 0, 130, 0, true, false, false, false, 0.5f},
       {"documents", 200, 200, 2, 1, 64, 64, -1, 0, 0, 0, true, true},
       {"mixed documents", 200, 200, 2, 1, 64, 64, -1, -1, 0, 0, true, true, true},
       {"wide", 200, 300, 2, 1, 256, 256, -1, 0, 100},

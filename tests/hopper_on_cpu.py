@@ -24,6 +24,7 @@ def stand_in(monkeypatch) -> None:
 def backward(
     query, key, value, d_out, rows, sequences, *,
     scale, left=None, right=None, offset=0, softcap=None, heads_first=False, blocks=None,
+    alibi_slopes=None,
 ):  # fmt: skip
     """As `hopper_backward.backward` says. What rounding made of a query's sum is not taken back, since nothing is
     rounded; NaN where that sum is not the `total` that the kernel would compare it with, and where lists of queries and
@@ -44,6 +45,8 @@ def backward(
         logits = jnp.tanh(logits * scale / softcap)
         factor, slope = softcap, 1.0 - logits * logits
     ahead = jnp.arange(k.shape[2]) - (jnp.arange(q.shape[2])[:, None] + offset)
+    if alibi_slopes is not None:
+        logits, factor = logits * scale + alibi_slopes[:, None, None] * ahead, 1.0
     seen = jnp.ones(ahead.shape, bool)
     seen = seen if left is None else seen & (ahead >= -left)
     seen = seen if right is None else seen & (ahead <= right)

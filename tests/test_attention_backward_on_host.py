@@ -50,6 +50,7 @@ class Case:
     ctas: int = 2
     shift: float = 0.0
     softcap: float = 0.0
+    alibi: bool = False
     documents: str = ""
     """Ids of queries and keys: each of "packed", "mixed" or "around"."""
     ordered: bool = True
@@ -65,6 +66,10 @@ class Case:
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5
+
+    @property
+    def slopes(self) -> np.ndarray:
+        return 0.5 / np.arange(2, 2 + self.heads * self.alibi)
 
 
 def drawn(case: Case) -> list[np.ndarray]:
@@ -124,6 +129,9 @@ def exact(case: Case, query, key, value, d_out):
     if case.softcap:
         raw, scale = np.tanh(raw * scale / case.softcap), case.softcap
         slope = 1.0 - raw * raw
+    if case.alibi:
+        ahead = np.arange(case.kv_len) - np.arange(case.q_len)[:, None] - case.offset
+        raw, scale = raw * scale + case.slopes[:, None, None] * ahead, 1.0
     raw = np.where(mask, raw, -np.inf)
     maximum = raw.max(axis=-1)
     maximum = np.where(np.isfinite(maximum), maximum, 0.0)
@@ -170,14 +178,14 @@ def run(program: Path, case: Case, arrays, rows, lists=None, layout=None) -> lis
         tables, layout_sizes, listed = layout
         list_sizes = (0, 0, *case.blocks, 0)
     call = struct.pack(
-        "25i2f",
+        "26i2f",
         *(case.dtype == "float16", case.batch, case.q_len, case.kv_len, case.heads, case.kv_heads),
         *(query.shape[-1], value.shape[-1], case.heads_first, case.left, case.right, case.offset),
         *(case.together, case.ctas, tables[0].shape[1] if tables else 0),
-        *(case.ordered, *list_sizes, *layout_sizes, case.scale, case.softcap),
+        *(case.ordered, *list_sizes, *layout_sizes, case.alibi, case.scale, case.softcap),
     )
     place = (lambda a: a.swapaxes(1, 2)) if case.heads_first else (lambda a: a)
-    given = [np.ascontiguousarray(place(a)) for a in arrays] + [np.float32(r) for r in rows]
+    given = [np.ascontiguousarray(place(a)) for a in arrays] + [np.float32(r) for r in (*rows, case.slopes)]
     given += [*tables, *ranks, *listed]
     done = subprocess.run(
         [program],
@@ -214,6 +222,9 @@ def check(case: Case, found, right, most: float) -> None:
         Case(200, 200, right=0, head_dim=96, value_dim=80, ctas=3),
         Case(260, 300, heads=2, kv_heads=1, ordered=False, ctas=3),
         Case(200, 200, right=0, softcap=1.5),
+        Case(200, 260, right=0, offset=60, heads=4, kv_heads=2, alibi=True, ctas=3),
+        Case(260, 260, left=90, heads=2, head_dim=128, documents="packed", alibi=True, dtype="float16"),
+        Case(150, 150, right=0, heads=3, kv_heads=1, head_dim=88, documents="mixed", alibi=True),
         Case(300, 300, right=0, documents="packed", ctas=3),
         Case(170, 200, batch=2, heads=2, kv_heads=1, documents="packed", dtype="float16", together=1),
         Case(140, 150, left=60, right=60, documents="mixed", heads_first=True),

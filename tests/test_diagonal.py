@@ -9,7 +9,7 @@ import pytest
 
 from pallas_attn import block_mask, flash_attention, mods, paged_attention, ragged_paged_attention
 from pallas_attn._tile.band import Band
-from pallas_attn.mods.diagonal import band_of
+from pallas_attn.mods.diagonal import band_of, holds_diagonal
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY
 from pallas_attn.mods.simplify import within
 from pallas_attn.mods.trace import trace
@@ -63,6 +63,32 @@ def test_a_band_is_known(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_are_none(name):
     assert found(OTHERS[name]) is None
+
+
+DIAGONAL = {
+    "documents of bytes": mods.documents(IDS.astype(jnp.int8)),
+    "documents, causal": mods.and_masks(mods.causal(), mods.documents(IDS)),
+    "block diffusion's": lambda b, h, q, k: (q // 4 == k // 4) | (k < IDS[q]),
+}
+OFF_IT = {
+    "by floats": lambda b, h, q, k: q / (k - 3) == k / (k - 3),
+    "others' bits": lambda b, h, q, k: IDS[k] == q,
+}
+
+
+@pytest.mark.parametrize("name", [*BANDS, *OTHERS, *DIAGONAL, *OFF_IT])
+def test_whether_queries_see_their_own_keys(name):
+    mask, at = (BANDS | OTHERS | DIAGONAL | OFF_IT)[name], jnp.arange(Q_LEN)
+    lengths = (BATCH, 2), (HEAD, 2), (QUERY, Q_LEN), (KEY, KV_LEN)
+    known = holds_diagonal(within(trace("f", "mask_mod", mask).program, lengths))
+    assert not known or np.all(mask(jnp.int32(0), jnp.int32(0), at, at))
+    assert known == (name not in (*OFF_IT, *NOT_KNOWN))
+
+
+NOT_KNOWN = {
+    *("strictly before", "far before", "ahead", "behind", "by the negative", "by head"),
+    *("along the other diagonal", "twice as steep", "a bound of keys", "nothing", "where sums overflow"),
+}
 
 
 @pytest.mark.parametrize("score_mod", [None, mods.soft_cap(3.0)])

@@ -119,6 +119,10 @@ def test_functions_of_the_callers_are_part_of_the_kernels(name, implementation):
     assert forward.ptx.count("wgmma.mma_async") == 24
     # Of a table half as many threads copy as many keys: its tiles are smaller.
     assert forward.ptx.count("cp.async.cg") == (96 if name == "table" else 48)
+    # 16 bytes beside the neighbouring thread's, though a thread may store 16 bytes of what is kept.
+    copied = re.findall(r"async_copy_global_to_local.*contiguity = (\d+)", forward.ttgir)
+    assert "8" in copied
+    assert "16" not in copied
     # Three buffers of keys and values, whatever is read of captured arrays.
     assert kernels["pallas_attn_flash_attention_dq"].shared_bytes > 160_000
     for kernel in kernels.values():

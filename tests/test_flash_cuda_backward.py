@@ -24,6 +24,9 @@ OWN = [  # query heads, KV heads, dim, dtype, options
     (2, 2, 96, "bfloat16", {"causal": True}),
     (4, 2, (192, 128), "bfloat16", {"causal": True}),
     (2, 1, 256, "float16", {"sliding_window": (99, 9), "segments": 3}),
+    (4, 2, 128, "bfloat16", {"causal": True, "alibi": True}),
+    (4, 1, 64, "bfloat16", {"alibi": True, "layout": "BNTH"}),
+    (2, 2, 88, "float16", {"sliding_window": (90, 0), "segments": 5, "alibi": True}),
 ]
 
 
@@ -35,6 +38,7 @@ def test_its_own_gradients(case):
     options, tokens, rng = dict(options), 700, np.random.default_rng(0)
     if count := options.pop("segments", None):
         options["segment_ids"] = jnp.asarray(np.sort(rng.integers(0, count, (2, tokens)), axis=1), jnp.int32)
+    alibi = options.pop("alibi", False)
     dim, value_dim = dim if isinstance(dim, tuple) else (dim, dim)
     heads_first = options.get("layout") == "BNTH"
     floats = [
@@ -44,11 +48,14 @@ def test_its_own_gradients(case):
         for n, d in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))
     ]
     floats.append(jnp.asarray(rng.standard_normal(heads), jnp.float32))
+    if alibi:
+        floats.append(jnp.asarray(0.5 / np.arange(1, heads + 1), jnp.float32))
 
     def pulled(implementation, *floats):
-        def attention(query, key, value, sinks):
+        def attention(query, key, value, sinks, *slopes):
+            bias = (lambda s, b, h, q, k: s - slopes[0][h] * (q - k)) if slopes else None
             return pallas_attn.flash_attention(
-                query, key, value, sinks=sinks, return_lse=True, implementation=implementation,
+                query, key, value, sinks=sinks, return_lse=True, implementation=implementation, score_mod=bias,
                 config=GRADIENTS if implementation == "cuda" else None, **options,
             )  # fmt: skip
 
@@ -69,17 +76,22 @@ def test_its_own_gradients(case):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize("tilted", [False, True])
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Manual])
-def test_each_device_calls_it_with_what_is_its_own(monkeypatch, axis_type):
-    """Explicit axes, and shard_map's, whose check of what varies it passes."""
+def test_each_device_calls_it_with_what_is_its_own(monkeypatch, axis_type, tilted):
+    """Explicit axes, and shard_map's, whose check of what varies it passes. Slopes are those of its heads."""
     as_if_cuda(monkeypatch)
+    slopes = jnp.arange(16.0)
+    alibi = (lambda s, b, h, q, k: s - slopes[h] * (q - k)) if tilted else None
     specs = [PartitionSpec("x", None, "y")] * 3
     arrays = [jax.ShapeDtypeStruct((2, 2048, heads, 128), jnp.bfloat16) for heads in (16, 4, 4)]
 
     def gradients(*floats):
         def loss(*floats):
             return (
-                pallas_attn.flash_attention(*floats, causal=True, implementation="cuda", config=GRADIENTS)
+                pallas_attn.flash_attention(
+                    *floats, causal=True, score_mod=alibi, implementation="cuda", config=GRADIENTS
+                )
                 .astype(jnp.float32)
                 .sum()
             )
@@ -89,3 +101,4 @@ def test_each_device_calls_it_with_what_is_its_own(monkeypatch, axis_type):
     text = lower_for_four(gradients, arrays, specs, specs, axis_type)
     [call] = [line for line in text.splitlines() if f"@{TARGET}(" in line]
     assert "tensor<1x2048x8x128xbf16>" in call
+    assert ("tensor<8xf32>" in call) == tilted

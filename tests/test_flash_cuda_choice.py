@@ -113,6 +113,10 @@ CASES = {
     "heads first": {"layout": "BNTH", "causal": True, "q_offset": -7},
     "window": {"sliding_window": (30, 9), "softcap": 3.0},
     "documents": {"causal": True, "segment_ids": jnp.asarray(np.arange(90)[None] // 35 % 2, jnp.int32).repeat(2, 0)},
+    "ALiBi": {"causal": True, "score_mod": lambda s, b, h, q, k: s - (h + 1) / 9.0 * (q - k)},
+    "ALiBi in a window": {
+        "sliding_window": (40, 0), "q_offset": 5, "score_mod": lambda s, b, h, q, k: s - (h + 1) / 9.0 * (q + 5 - k),
+    },
     "block mask": {"block_mask": lambda b, h, q, k: (k <= q) & (q - k < 90 * (3 * h + 1)) & (q % 5 > b)},
 }  # fmt: skip
 

@@ -34,6 +34,7 @@ OPTIONS = {
     "bias": dict(bias=jnp.where(BLIND, -jnp.inf, 0.0)[None, None, :, None] * jnp.ones((1, 1, 1, LENGTH))),
     "offset": dict(causal=True, q_offset=-9),
     "window": dict(sliding_window=(4, -1 + 3), q_offset=30),
+    "ALiBi": dict(causal=True, q_offset=-9, score_mod=lambda s, b, h, q, k: s - (h + 1) / 8.0 * (q - 9 - k)),
 }
 
 

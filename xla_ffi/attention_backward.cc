@@ -65,21 +65,19 @@ attention::SparseRows rows_of(ArgumentChecker& check, const char* name, const He
   return rows;
 }
 
-ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffer query, ffi::AnyBuffer key,
-                              ffi::AnyBuffer value, ffi::AnyBuffer d_out, ffi::AnyBuffer maximum,
-                              ffi::AnyBuffer rest, ffi::AnyBuffer delta, ffi::AnyBuffer total,
-                              ffi::AnyBuffer q_bounds, ffi::AnyBuffer k_bounds, ffi::AnyBuffer q_ranks,
-                              ffi::AnyBuffer k_ranks, ffi::AnyBuffer num_seqs, ffi::AnyBuffer key_blocks,
-                              ffi::AnyBuffer key_counts, ffi::AnyBuffer query_blocks,
-                              ffi::AnyBuffer query_counts, ffi::AnyBuffer bits, ffi::AnyBuffer key_pointers,
-                              ffi::AnyBuffer blocks_of_keys, ffi::AnyBuffer query_pointers,
-                              ffi::AnyBuffer blocks_of_queries, ffi::Result<ffi::AnyBuffer> d_query,
-                              ffi::Result<ffi::AnyBuffer> d_key, ffi::Result<ffi::AnyBuffer> d_value,
-                              ffi::Result<ffi::AnyBuffer> counters, ffi::Result<ffi::AnyBuffer> key_tiles,
-                              ffi::Result<ffi::AnyBuffer> query_tiles, ffi::Result<ffi::AnyBuffer> turns,
-                              ffi::Result<ffi::AnyBuffer> sums, bool heads_first, bool ordered, int64_t left,
-                              int64_t right, int64_t offset, int64_t heads_together, int64_t block_q,
-                              int64_t block_kv, float scale, float softcap) {
+ffi::Error attention_backward(
+    cudaStream_t stream, int32_t device, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
+    ffi::AnyBuffer d_out, ffi::AnyBuffer maximum, ffi::AnyBuffer rest, ffi::AnyBuffer delta,
+    ffi::AnyBuffer total, ffi::AnyBuffer alibi, ffi::AnyBuffer q_bounds, ffi::AnyBuffer k_bounds,
+    ffi::AnyBuffer q_ranks, ffi::AnyBuffer k_ranks, ffi::AnyBuffer num_seqs, ffi::AnyBuffer key_blocks,
+    ffi::AnyBuffer key_counts, ffi::AnyBuffer query_blocks, ffi::AnyBuffer query_counts, ffi::AnyBuffer bits,
+    ffi::AnyBuffer key_pointers, ffi::AnyBuffer blocks_of_keys, ffi::AnyBuffer query_pointers,
+    ffi::AnyBuffer blocks_of_queries, ffi::Result<ffi::AnyBuffer> d_query, ffi::Result<ffi::AnyBuffer> d_key,
+    ffi::Result<ffi::AnyBuffer> d_value, ffi::Result<ffi::AnyBuffer> counters,
+    ffi::Result<ffi::AnyBuffer> key_tiles, ffi::Result<ffi::AnyBuffer> query_tiles,
+    ffi::Result<ffi::AnyBuffer> turns, ffi::Result<ffi::AnyBuffer> sums, bool heads_first, bool ordered,
+    int64_t left, int64_t right, int64_t offset, int64_t heads_together, int64_t block_q, int64_t block_kv,
+    float scale, float softcap) {
   ArgumentChecker check(kName);
   check.array("query", query, {-1, -1, -1, -1}, {DataType::BF16, DataType::F16});
   if (!check.ok()) return check.error();
@@ -137,6 +135,10 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
     return queries.batch * (documents ? tokens : (tokens + needs.held - 1) / needs.held);
   };
   const bool adds = needs.sum_columns > 0;
+  const bool tilted = alibi.element_count() > 0;
+  check.array("alibi", alibi, {tilted ? queries.heads : 0}, {DataType::F32});
+  check.require(!tilted || (adds && softcap == 0.0f), "alibi", "none but in one pass without a soft cap",
+                "some");
   check.array("counters", *counters, {attention::kMostPasses, 2}, {DataType::S32});
   check.array("key_tiles", *key_tiles, {tiles(keys.tokens), 4}, {DataType::S32});
   check.array("query_tiles", *query_tiles, {adds ? 0 : tiles(queries.tokens), 4}, {DataType::S32});
@@ -202,6 +204,7 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
   params.rest = rest.typed_data<float>();
   params.delta = delta.typed_data<float>();
   params.total = total.typed_data<float>();
+  params.alibi = optional<float>(alibi);
   params.d_query = d_query->untyped_data();
   params.d_key = d_key->untyped_data();
   params.d_value = d_value->untyped_data();
@@ -261,6 +264,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_backward_sm90, pallas_attn::
                                   .Arg<xla::ffi::AnyBuffer>()  // rest
                                   .Arg<xla::ffi::AnyBuffer>()  // delta
                                   .Arg<xla::ffi::AnyBuffer>()  // total
+                                  .Arg<xla::ffi::AnyBuffer>()  // alibi
                                   .Arg<xla::ffi::AnyBuffer>()  // q_bounds
                                   .Arg<xla::ffi::AnyBuffer>()  // k_bounds
                                   .Arg<xla::ffi::AnyBuffer>()  // q_ranks

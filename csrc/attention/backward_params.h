@@ -72,6 +72,9 @@ struct BackwardParams {
   const float* rest;
   const float* delta;
   const float* total;
+  // ALiBi's slopes, [num_heads], of one pass without a soft cap; the maximum is then one of natural logits.
+  // Null: none.
+  const float* alibi;
 
   void* d_query;
   void* d_key;

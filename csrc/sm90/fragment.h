@@ -35,7 +35,8 @@ struct FragmentPosition {
   __device__ int row(int i) const { return warp * kWarpRows + i * 8 + quad; }
   // Register r of a fragment: its row (0 or 1) and its column.
   static __device__ constexpr int row_of(int r) { return r / 2 % 2; }
-  __device__ int column(int r) const { return r / 4 * 8 + in_quad * 2 + r % 2; }
+  static __device__ constexpr int columns_from_first(int r) { return r / 4 * 8 + r % 2; }
+  __device__ int column(int r) const { return columns_from_first(r) + in_quad * 2; }
 };
 
 // Visits row i of a fragment by pairs of neighbouring columns: visit(column, left, right), where the thread's

@@ -105,6 +105,7 @@ def backward(
     heads_first: bool = False,
     ordered: bool = True,
     blocks: Blocks | Layout | None = None,
+    alibi_slopes: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value.
 
@@ -118,6 +119,8 @@ def backward(
             three passes add nothing in memory: their bits are the same either way.
         blocks: a mask, in place of documents and bounds; or a layout, beside tables of documents (without ranks), whose
             last queries are at their last keys, and with `right` 0. All heads then take three passes.
+        alibi_slopes: float32 [heads], of heads that take one pass, without a soft cap. Query i's logit of key k has
+            slope * (k - i - offset) more; the maximum of `rows` is then one of natural logits.
 
     vmap calls it once for each entry of the batch, sequentially.
     """
@@ -161,6 +164,7 @@ def backward(
         value,
         d_out,
         *rows,
+        jnp.zeros(0, jnp.float32) if alibi_slopes is None else alibi_slopes,
         or_nothing(sequences.q_table),
         or_nothing(sequences.k_table),
         or_nothing(sequences.q_ranks),

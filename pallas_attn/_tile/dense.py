@@ -41,8 +41,11 @@ class Stream(NamedTuple):
         chunks: Sequence[Chunk],
         tile: Sequence[jax.Array],
     ) -> None:
+        # Triton deals out all tiles of one shape alike, by that of which a thread moves the most elements at a time. Of
+        # bytes those are 16, and then keys and values would be copied every other 16 bytes at a time.
+        neighbours = 8 if jnp.dtype(ref.dtype).itemsize == 1 else None
         for chunk, part in zip(chunks, tile, strict=True):
-            place, mask = rows.elements(ref, self._leading(tokens), real, chunk)
+            place, mask = rows.elements(ref, self._leading(tokens), real, chunk, neighbours=neighbours)
             triton.store(place, part.astype(ref.dtype), mask=mask)
 
 

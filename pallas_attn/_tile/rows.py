@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from pallas_attn._call.sizes import Chunk, reaches_beyond
 from pallas_attn._tile import triton
@@ -50,11 +52,16 @@ def _rows(index, real, kv_head, group: int) -> Rows:
 
 
 def elements(
-    ref: Any, leading: tuple[jax.Array, ...], real: jax.Array, chunk: Chunk
+    ref: Any, leading: tuple[jax.Array, ...], real: jax.Array, chunk: Chunk, *, neighbours: int | None = None
 ) -> tuple[Any, jax.Array]:
-    """(place, mask), each [rows, size], of elements `chunk` of rows located by `leading` indices."""
+    """(place, mask), each [rows, size], of elements `chunk` of rows located by `leading` indices. So many of a row are
+    `neighbours` for all that the compiler knows; None: all."""
     first, size = chunk
-    dim = first + jnp.arange(size)[None, :]
+    dim = jnp.arange(size)
+    if neighbours is not None:
+        number = np.int32(neighbours)
+        dim = lax.div(dim, number) * number + lax.rem(dim, number)
+    dim = first + dim[None, :]
     tile = jnp.zeros((real.shape[0], size), jnp.int32)
     index = (jnp.broadcast_to(i, real.shape)[:, None] + tile for i in leading)
     mask = real[:, None] & (tile == 0)

@@ -7,13 +7,16 @@ comparison, between which bounds the distance of the two has to be.
 
 import functools
 import operator
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax.numpy as jnp
 
 from pallas_attn._tile.band import Band
-from pallas_attn.mods.program import KEY, QUERY, VARIABLES, Number, Operand, Program, Step
+from pallas_attn.mods.program import KEY, QUERY, VARIABLES, Builder, Number, Operand, Program, Step, moved
 from pallas_attn.mods.ready import MaskMod
 
+TRUE = Number.of(True, "bool")
 LARGEST = 2**29
 """Of a constant: of positions below 2^30 no sum overflows."""
 
@@ -46,8 +49,8 @@ def band_of(program: Program) -> Band | None:
     def value(operand: Operand) -> Sum | Bounds | None:
         if not isinstance(operand, Number):
             return found[operand]
-        if operand.dtype == "int32" and abs(int(operand.value)) <= LARGEST:
-            return Sum(0, 0, int(operand.value))
+        if (constant := constant_sum(operand)) is not None:
+            return constant
         return Bounds() if operand.dtype == "bool" and operand.value else None
 
     for step in program.steps:
@@ -56,20 +59,69 @@ def band_of(program: Program) -> Band | None:
     return _band(*bounds) if isinstance(bounds, Bounds) else None
 
 
+def holds_diagonal(program: Program) -> bool:
+    """Whether a mask, by its steps, lets each query see the key at its own place. It may where this is False."""
+    build = Builder()
+    here: list[Operand] = list(VARIABLES)
+    sums: list[Sum | None] = [None] * len(VARIABLES)
+    here[KEY], sums[QUERY], sums[KEY] = QUERY, Sum(1, 0, 0), Sum(1, 0, 0)
+    for step in program.steps:
+        inputs = [moved(one, here) for one in step.inputs]
+        places = zip(inputs, step.inputs, strict=True)
+        own = [constant_sum(i) if isinstance(i, Number) else sums[cast(int, j)] for i, j in places]
+        exact = not any(jnp.issubdtype(build.dtype(one), jnp.floating) for one in inputs)
+        sums.append(sum_of(step.name, own))
+        match sums[-1]:
+            case Sum(0, 0, constant):
+                known = Number.of(constant, "int32")
+            case _:
+                known = _on_diagonal(step.name, inputs, own, exact)
+        here.append(build.again(step, here) if known is None else known)
+    return moved(program.results[0], here) == TRUE
+
+
+def _on_diagonal(name: str, inputs: list[Operand], sums: list[Sum | None], exact: bool) -> Operand | None:
+    """What a step gives, if it is a constant or one of its inputs. `exact`: these are no floats, which may be NaN."""
+    match name, sums:
+        case (("le" | "lt" | "ge" | "gt" | "eq" | "ne"), [Sum() as one, Sum() as other]) if (
+            one.query == other.query
+        ):
+            return Number.of(getattr(operator, name)(one.constant, other.constant), "bool")
+    match name, inputs:
+        case (("eq" | "le" | "ge"), [one, other]) if one == other and exact:
+            return TRUE
+        case "or", [one, other] if TRUE in (one, other):
+            return TRUE
+        case "and", [one, other] if TRUE in (one, other):
+            return other if one == TRUE else one
+    return None
+
+
 def _result(step: Step, inputs: list[Sum | Bounds | None]) -> Sum | Bounds | None:
     match step.name, inputs:
-        case "neg", [Sum() as one]:
-            return _sum(Sum(0, 0, 0), one, -1)
-        case "add", [Sum() as one, Sum() as other]:
-            return _sum(one, other, 1)
-        case "sub", [Sum() as one, Sum() as other]:
-            return _sum(one, other, -1)
         case (("le" | "lt" | "ge" | "gt"), [Sum() as one, Sum() as other]):
             if step.name[0] == "g":
                 one, other = other, one
             return _at_most(_sum(one, other, -1), 1 if step.name[1] == "t" else 0)
         case "and", [Bounds() as one, Bounds() as other]:
             return Bounds(_limit(max, one.least, other.least), _limit(min, one.most, other.most))
+    return sum_of(step.name, inputs)
+
+
+def constant_sum(number: Number) -> Sum | None:
+    fits = number.dtype == "int32" and abs(int(number.value)) <= LARGEST
+    return Sum(0, 0, int(number.value)) if fits else None
+
+
+def sum_of(name: str, inputs: Sequence[Any]) -> Sum | None:
+    """What an operation makes of sums; None of others."""
+    match name, inputs:
+        case "neg", [Sum() as one]:
+            return _sum(Sum(0, 0, 0), one, -1)
+        case "add", [Sum() as one, Sum() as other]:
+            return _sum(one, other, 1)
+        case "sub", [Sum() as one, Sum() as other]:
+            return _sum(one, other, -1)
     return None
 
 

@@ -30,6 +30,7 @@ struct Call {
   int list_batch, list_heads, block_q, block_kv, max_bits;
   // A layout: of its rows, and blocks of keys; 0: none. Documents have no ranks beside it.
   int layout_heads, layout_rows, layout_columns, layout_pitch;
+  int alibi;
   float scale, cap;
 };
 
@@ -137,6 +138,7 @@ int main() {
   auto rest = Array<float>(queries).read();
   auto delta = Array<float>(queries).read();
   auto total = Array<float>(queries).read();
+  auto alibi = Array<float>(call.alibi ? call.heads : 0).read();
   const size_t table = size_t{1} * call.batch * call.documents * kDocumentStep;
   auto q_table = Array<int>(table).read();
   auto k_table = Array<int>(table).read();
@@ -168,6 +170,7 @@ int main() {
   params.out_strides = strides(call.q_len, call.heads, call.value_dim);
   params.maximum = maximum.data(), params.rest = rest.data();
   params.delta = delta.data(), params.total = total.data();
+  if (call.alibi) params.alibi = alibi.data();
   params.d_query = d_query.data(), params.d_key = d_key.data(), params.d_value = d_value.data();
   params.batch = call.batch, params.q_len = call.q_len, params.kv_len = call.kv_len;
   params.num_heads = call.heads, params.num_kv_heads = call.kv_heads;

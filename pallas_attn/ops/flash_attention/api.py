@@ -201,9 +201,9 @@ def flash_attention(
         return_lse: also return the natural log-sum-exp of the logits; it has gradients.
         layout: "BTNH" as jax.nn has it, or "BNTH".
         implementation: None (on an NVIDIA GPU pallas, or cuda where that is faster, xla elsewhere), "cuda" (sm_90; 16
-            bits without bias, mask or mods but for a block_mask made with `max_partial`; whose gradients are, `config`
-            says), "pallas" (sm_80 or newer), "triton" (the same kernels by Triton itself, where Pallas cannot; the
-            extra of that name), "xla" (anywhere) or "interpret" (the Pallas kernels run in Python, slow).
+            bits without bias, mask or mods but for ALiBi and a block_mask made with `max_partial`; whose gradients are,
+            `config` says), "pallas" (sm_80 or newer), "triton" (the same kernels by Triton itself, where Pallas cannot;
+            the extra of that name), "xla" (anywhere) or "interpret" (the Pallas kernels run in Python, slow).
         config: tile sizes for "pallas", "triton" and "interpret", None takes the measured or the heuristic ones; or,
             for "cuda", a FlashAttentionCudaConfig, which says whose gradients are.
         residual_checkpoint_name: the name by which jax.checkpoint's policies know what the backward pass needs of the

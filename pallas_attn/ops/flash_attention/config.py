@@ -55,11 +55,11 @@ class FlashAttentionConfig:
 class FlashAttentionCudaConfig:
     """How `implementation="cuda"` works out gradients of queries, keys and values.
 
-    backward: "cuda", for all that the forward kernel serves but block masks in blocks of fewer than 128 keys; or
-        "tiled", the two kernels of "pallas" (of "triton", where Pallas has no such lowering). None takes what measured
-        faster: "cuda" for heads of 256, and without a block mask of 128 and of 192 with values of 128, where keys x KV
-        heads x batch is at least 2^16, and of 64, where it is at least 2^19, in sequences of at least 2048 tokens
-        without documents or window; else "tiled".
+    backward: "cuda", for all that the forward kernel serves but block masks in blocks of fewer than 128 keys, and ALiBi
+        beside a soft cap or in heads wider than 128; or "tiled", the two kernels of "pallas" (of "triton", where Pallas
+        has no such lowering). None takes what measured faster: "cuda" for heads of 256, and without a block mask of 128
+        and of 192 with values of 128, where keys x KV heads x batch is at least 2^16, and of 64, where it is at least
+        2^19, in sequences of at least 2048 tokens without documents or window; else "tiled".
     """
 
     backward: Literal["cuda", "tiled"] | None = None

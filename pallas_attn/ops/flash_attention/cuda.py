@@ -11,7 +11,10 @@ import numpy as np
 from pallas_attn._call import hopper_backward, hopper_forward, hopper_lists, sharding
 from pallas_attn._tile import low_bits, softmax
 from pallas_attn._tile.band import Band
-from pallas_attn.mods.operands import Mods, refused_by_cuda
+from pallas_attn.mods.evaluate import evaluate
+from pallas_attn.mods.operands import Mods, has_mask, has_score, refused_by_cuda
+from pallas_attn.mods.program import HEAD
+from pallas_attn.mods.slopes import slopes_of
 from pallas_attn.ops.flash_attention.config import FlashAttentionCudaConfig
 from pallas_attn.ops.flash_attention.operands import BackwardOperands, Operands
 from pallas_attn.ops.flash_attention.problem import Problem
@@ -42,9 +45,9 @@ def unsupported(operands: Operands) -> str | None:
         if array is not None:
             return f"has no {name}"
     problem, mods = Problem.of(operands), operands.mods
-    if mods is not None and mods.score is not None:
+    if has_score(mods) and not has_slopes(operands):
         return refused_by_cuda(mods)
-    if mods is not None:
+    if mods is not None and mods.mask is not None:
         if mods.bits is None:
             return "asks no mask_mod, but takes a block_mask that is made with max_partial"
         return hopper_lists.unsupported(
@@ -71,13 +74,20 @@ def is_slower(operands: Operands) -> bool:
 
 def backward_unsupported(operands: Operands) -> str | None:
     """Of what `unsupported` leaves: the reason the CUDA kernel cannot serve its gradients, or None."""
-    return None if operands.mods is None else hopper_backward.blocks_unsupported(*operands.mods.block)
+    mods, widest = operands.mods, max(hopper_backward.DIMS)
+    if mods is not None and mods.mask is not None:
+        return hopper_backward.blocks_unsupported(*mods.block)
+    if has_score(mods) and operands.rules.softcap is not None:
+        return "takes no soft cap beside ALiBi"
+    if has_score(mods) and Problem.of(operands).widest > widest:
+        return f"takes ALiBi for heads of at most {widest} elements, got {Problem.of(operands).widest}"
+    return None
 
 
 def backward_is_slower(operands: Operands) -> bool:
     """Whether the tiled kernels may be as fast (csrc/attention/sm90/backward/README.md)."""
     problem = Problem.of(operands)
-    widths = WIDTHS_OF_GRADIENTS if operands.mods is None else WIDTHS_OVER_BLOCKS
+    widths = WIDTHS_OVER_BLOCKS if has_mask(operands.mods) else WIDTHS_OF_GRADIENTS
     if (problem.head_dim, problem.value_dim) not in widths:
         return True
     tiles = problem.batch * problem.num_kv_heads * (problem.kv_len // hopper_backward.BLOCK_KV)
@@ -115,7 +125,7 @@ def forward(operands: Operands, *, keep: bool = False) -> tuple[jax.Array, ...]:
         lse_heads_first=True,
         keep=keep,
     )
-    if operands.mods is not None:
+    if operands.mods is not None and operands.mods.mask is not None:
         out, lse, *kept = hopper_lists.forward(
             whole, operands.key, operands.value, _lists(operands.mods), heads_first=heads_first, **options
         )
@@ -128,6 +138,7 @@ def forward(operands: Operands, *, keep: bool = False) -> tuple[jax.Array, ...]:
             operands.key,
             operands.value,
             _sequences(operands),
+            alibi_slopes=_slopes(operands),
             window=jnp.array(sees, jnp.int32),
             q_offset=rules.band.offset,
             query_heads_first=heads_first,
@@ -162,7 +173,7 @@ def backward(operands: BackwardOperands) -> tuple[jax.Array, jax.Array, jax.Arra
 
     rows = operands.maximum, operands.rest, operands.delta, operands.total
     blocks, band = None, rules.band
-    if operands.mods is not None:
+    if operands.mods is not None and operands.mods.mask is not None:
         blocks, band = _blocks(operands.mods), Band()
     d_query, d_key, d_value = hopper_backward.backward(
         whole(operands.query),
@@ -178,9 +189,31 @@ def backward(operands: BackwardOperands) -> tuple[jax.Array, jax.Array, jax.Arra
         softcap=rules.softcap,
         heads_first=heads_first,
         blocks=blocks,
+        alibi_slopes=_slopes(operands),
     )
     gradients = d_query.reshape(operands.query.shape), d_key, d_value
     return sharding.vary(gradients, sharding.varying_axes(operands))
+
+
+def has_slopes(operands: Operands) -> bool:
+    """Whether all that there is of mods is a score_mod that is ALiBi."""
+    mods = operands.mods
+    if mods is None or mods.score is None or mods.mask is not None:
+        return False
+    return slopes_of(mods.score, operands.rules.band) is not None
+
+
+def _slopes(operands: Operands) -> jax.Array | None:
+    """[num_heads]"""
+    mods = operands.mods
+    if mods is None or mods.score is None:
+        return None
+    program = slopes_of(mods.score, operands.rules.band)
+    assert program is not None
+    heads = {} if mods.heads is None else {HEAD: mods.heads}
+    (found,) = evaluate(program, mods.of_score(operands.captured or ()), heads)
+    problem = Problem.of(operands)
+    return jnp.broadcast_to(found, (problem.num_kv_heads, problem.group)).reshape(-1)
 
 
 def _lists(mods: Mods) -> hopper_lists.OfMask:

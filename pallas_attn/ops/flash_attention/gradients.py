@@ -12,6 +12,7 @@ from jax import lax
 from pallas_attn._call import derivative
 from pallas_attn._call.op import Call
 from pallas_attn._tile import low_bits, softmax, weights
+from pallas_attn.mods.diagonal import holds_diagonal
 from pallas_attn.mods.operands import captured_dims
 from pallas_attn.ops.flash_attention import cuda
 from pallas_attn.ops.flash_attention.operands import KEYS, LSE, QUERIES, BackwardOperands, Operands, of_pairs
@@ -52,9 +53,7 @@ def _gradients(
         """[batch, num_kv_heads, group, q_len] of numbers that stand as out's rows."""
         return jnp.moveaxis(x, 1, -1) if layout == "BTNH" else x
 
-    if call.implementation == "xla" or any(
-        given is not None for given in (operands.mask, operands.bias, operands.mods)
-    ):
+    if call.implementation == "xla" or _may_blind(operands):
         # Elsewhere kernels never read, of whole tiles, what sees no key.
         blind = weights.are_blind(lse, has_sink=operands.sinks is not None)
         d_out = weights.of_seeing(d_out, jnp.moveaxis(blind, -1, 1) if layout == "BTNH" else blind)
@@ -94,6 +93,18 @@ def _gradients(
             asked=tuple(i for i in range(len(captured)) if f"captured.{i}" in asked),
         )
     return gradients
+
+
+def _may_blind(operands: Operands) -> bool:
+    """Whether mask, bias or mods may leave a query no key."""
+    mods = operands.mods
+    if operands.mask is not None or operands.bias is not None:
+        return True
+    if mods is None or cuda.has_slopes(operands):
+        return False
+    problem = Problem.of(operands)
+    own = mods.mask is None or (problem.q_len <= problem.kv_len and holds_diagonal(mods.mask))
+    return mods.score is not None or not own
 
 
 def without_bits(operands: Operands) -> Operands:

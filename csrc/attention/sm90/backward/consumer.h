@@ -325,13 +325,23 @@ class Consumer {
   }
   __device__ __forceinline__ void weigh(float (&rS)[kPairs]) {
     wait_until_full(smem_.numbers, steps_);
+    tilt(rS);
     weighing_.weigh(rS, numbers(steps_));
+  }
+  // Of the step at hand.
+  __device__ __forceinline__ void tilt(float (&rS)[kPairs], int part = 0) const {
+    if (!weighing_.tilted()) return;
+    const Tile& tile = smem_.tiles[told().stage()];
+    const int key = tile.first + warpgroup_ * kFragmentRows + at_.row(0);
+    const int place = query_ * kQueries + part * kFragmentRows + at_.column(0) + tile.band.offset;
+    weighing_.tilt(rS, smem_.rows[Place<Shape::kRowStages>{steps_}.stage()].slope, key - place);
   }
 
   // One math warpgroup at a time: exponentials of both at once take each twice as long, and products wait.
   __device__ __forceinline__ void weigh_in_turn(float (&rS)[kPairs], int step, int part) {
     ptx::named_barrier_sync(kTurn + warpgroup_, Shape::kConsumerThreads);
     ptx::wgmma_touch(rS);
+    tilt(rS, part);
     weighing_.weigh(rS, numbers(step, part));
     ptx::wgmma_touch(rS);
     ptx::named_barrier_arrive(kTurn + 1 - warpgroup_, Shape::kConsumerThreads);

@@ -37,6 +37,10 @@ __device__ __forceinline__ void load_rows(const BackwardParams& params, Plan& sm
         ptx::copy_word_async(lse + TileRows::lse_word(i) * 4 + 8, params.rest + at);
         ptx::copy_word_async(delta + TileRows::delta_word(i) * 4, params.delta + at);
       }
+      if (params.alibi != nullptr && lane == 0) {
+        ptx::copy_word_async(ptx::shared_address(&rows.slope),
+                             params.alibi + tile.head * params.group + steps.head);
+      }
       ptx::arrive_behind_copies(&smem.numbers.full[place.stage()][0]);
     } while (steps.advance(params, tile));
   });

@@ -59,9 +59,26 @@ class OfRows {
 class Weighing {
  public:
   __device__ explicit Weighing(const BackwardParams& params)
-      : params_(params), factor_((capped() ? params.softcap : params.scale) * kLog2E) {}
+      : params_(params),
+        factor_((tilted()   ? 1.0f
+                 : capped() ? params.softcap
+                            : params.scale) *
+                kLog2E) {}
 
   __device__ __forceinline__ bool capped() const { return params_.softcap > 0.0f; }
+  __device__ __forceinline__ bool tilted() const { return params_.alibi != nullptr; }
+
+  // By ALiBi: scores [keys, queries] become natural logits. `ahead`: how far the thread's first key is ahead
+  // of its first query.
+  template <int kPairs>
+  __device__ __forceinline__ void tilt(float (&rS)[kPairs], float slope, int ahead) const {
+    const float first = slope * static_cast<float>(ahead);
+#pragma unroll
+    for (int r = 0; r < kPairs; ++r) {
+      const int more = FragmentPosition::row_of(r) * 8 - FragmentPosition::columns_from_first(r);
+      rS[r] = fmaf(params_.scale, rS[r], fmaf(slope, static_cast<float>(more), first));
+    }
+  }
 
   // Scores become weights.
   template <typename Numbers, int kPairs>

@@ -70,7 +70,7 @@ __device__ __forceinline__ float cap(float x, float by, float inverse2) {
   return by - __fdividef(2.0f * by, e + 1.0f);
 }
 
-// Scores become logits in base 2.
+// Scores become logits in base 2, where there is a soft cap or ALiBi.
 template <int kCount>
 __device__ __forceinline__ void shape_logits(float (&rS)[kCount], const ForwardParams& params, float scale,
                                              const FragmentPosition& at, int first_key, const Rows& rows) {
@@ -78,16 +78,21 @@ __device__ __forceinline__ void shape_logits(float (&rS)[kCount], const ForwardP
     const float inverse2 = 2.0f * kLog2E * scale / params.softcap, by = params.softcap * kLog2E;
 #pragma unroll
     for (int r = 0; r < kCount; ++r) rS[r] = cap(rS[r], by, inverse2);
-  } else {
-#pragma unroll
-    for (int r = 0; r < kCount; ++r) rS[r] *= scale * kLog2E;
   }
-  if (params.alibi != nullptr) {
+  if (params.alibi == nullptr) return;
+  // A row's biases are its first column's and a multiple of the slope that the compiler knows: no distance is
+  // converted to a float of its own, which takes as long as two products.
+  const float factor = params.softcap > 0.0f ? 1.0f : scale * kLog2E;
+  float first[kRowsPerThread];
 #pragma unroll
-    for (int r = 0; r < kCount; ++r) {
-      const int i = FragmentPosition::row_of(r);
-      rS[r] = fmaf(rows.slope2[i], static_cast<float>(first_key + at.column(r) - rows.place[i]), rS[r]);
-    }
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    first[i] = rows.slope2[i] * static_cast<float>(first_key + at.column(0) - rows.place[i]);
+  }
+#pragma unroll
+  for (int r = 0; r < kCount; ++r) {
+    const int i = FragmentPosition::row_of(r);
+    const auto columns = static_cast<float>(FragmentPosition::columns_from_first(r));
+    rS[r] = fmaf(rS[r], factor, fmaf(rows.slope2[i], columns, first[i]));
   }
 }
 
