@@ -1,6 +1,6 @@
-// Warps that make the query's own 16-bit numbers of keys in a cache of bytes, or of values: e4m3 and int8,
-// which bf16 and fp16 hold exactly. Bytes come in registers, a batch of turns ahead: through shared memory
-// they would cross it twice more, beside operands of products, which fill half of its time.
+// Warps that make the query's own 16-bit numbers of keys in a cache of bytes, and of values: e4m3 and int8,
+// which bf16 and fp16 hold exactly. Each has the same rows of all tiles, and takes keys and values in turn,
+// by the same code where they are alike: loops this short stay in the instruction cache.
 #pragma once
 
 #include <cstdint>
@@ -11,258 +11,204 @@
 #include "attention/sm90/forward/smem_plan.h"
 #include "attention/sm90/forward/sources.h"
 #include "ptx/async_copy.h"
-#include "ptx/cache.h"
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
 #include "sm90/from_bytes.h"
 
 namespace pallas_attn::attention::sm90 {
 
-// One of kHandWarps, each with rows of its own.
-template <typename Element, typename Shape, Role kRole>
+// One of kConverters.
+template <typename Element, typename Shape>
 class Converter {
  public:
   using Plan = SmemPlan<Shape>;
-  static constexpr bool kOfKeys = kRole == Role::kKeys;
-  static constexpr int kPieces = kOfKeys ? Shape::kPieces : Shape::kValuePieces;
-  static constexpr int kKeys = Shape::kKeys;
+  static constexpr int kKeys = Shape::kKeys, kStages = Shape::kKeyStages;
+  static_assert(kStages == Shape::kValueStages && kKeys % kConverters == 0);
 
   // Who arrives when a buffer is full: lane 0 of each warp.
-  static constexpr int kWriters = kHandWarps;
+  static constexpr int kWriters = kConverters;
 
   __device__ Converter(const ForwardParams& params, const Maps& maps, Plan& smem, int warp, int lane)
-      : source_(params),
-        rows_map_(kOfKeys ? maps.new_key : maps.new_value),
-        scales_(kOfKeys ? params.key_scale : params.value_scale),
-        by_page_(kOfKeys ? params.key_scale_by_page : params.value_scale_by_page),
-        scaled_(by_page_ || params.new_key != nullptr),
-        filling_(smem),
+      : params_(params),
+        maps_(maps),
+        apart_(params.new_key != nullptr),
         smem_(smem),
         warp_(warp),
         lane_(lane),
-        first_row_(warp * Turns::kRows) {}
+        first_row_(warp * kRows) {}
 
   __device__ void load(const Tile& tile) {
-    int i = tile.first_key + tile.num_keys - 1;
-    // Keys in rows are there as they should be.
-    for (; i >= tile.first_key && i * kKeys >= tile.in_pages; --i) load_rows(tile, i * kKeys);
-    if (i < tile.first_key) return;
-    int key = i * kKeys + first_row_;
-    const int last = tile.first_key * kKeys + first_row_;
-    Held held(lane_);
-    held.look_up(places_of(tile), key);
-    find(held, tile, key);
-    const char* const pool = pool_of(tile);
-#pragma unroll
-    for (int set = 0; set < Turns::kSets - 1; ++set) {
-      fetch(raw_[set], held, pool, set * Turns::kBatchRows, true);
-    }
 #pragma unroll 1
-    for (; key >= last; key -= kKeys) {
-      const uint32_t bad = held.bad();
-      filling_.wait_until_empty();
-      if (kOfKeys && scaled_) tell_scales();
-      convert_tile(held, tile, pool, key, last);
-      if (tile.in_pages < key - first_row_ + kKeys) copy_rows(places_of(tile), key);
-      if (__any_sync(0xffffffff, bad != 0)) {
-        __syncwarp();
-        fill_rows(filling_.buffer(), first_row_, bad, lane_, kOfKeys ? ~0u : 0u);
+    for (int i = tile.first_key + tile.num_keys - 1; i >= tile.first_key; --i) {
+      const int key = i * kKeys;
+      if constexpr (Shape::kPieces == Shape::kValuePieces) {
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) fill<Shape::kPieces>(tile, key, half);
+      } else {
+        fill<Shape::kPieces>(tile, key, 0);
+        fill<Shape::kValuePieces>(tile, key, 1);
       }
-      ptx::fence_async_shared();
-      __syncwarp();
-      if (lane_ == 0) ptx::mbarrier_arrive(filling_.full());
-      filling_.advance();
+      advance(stage_, phases_);
     }
   }
 
  private:
-  using Turns = TurnsOf<kKeys, kPieces>;
-  using Held = HeldChunks<kRole, Turns::kRows>;
-  using Raw = uint4[Turns::kBatch];
+  static constexpr int kRows = kKeys / kConverters;  // of a tile, a warp's
+  static_assert(kRows % 8 == 0 && 32 % kRows == 0);
 
-  __device__ __forceinline__ Places<kRole> places_of(const Tile& tile) const {
-    return Places<kRole>(source_, tile, 1, 0, 0);
-  }
-  __device__ __forceinline__ const char* pool_of(const Tile& tile) const {
-    return places_of(tile).anywhere() + byte_of(0, lane_);
-  }
-  // Where the keys from `key` on lie, that have been looked up, of which the next ones are.
-  __device__ __forceinline__ void find(Held& held, const Tile& tile, int key) {
-    const Places<kRole> places = places_of(tile);
-    if (scaled_) store_scales(held, places, tile, key);
-    held.settle(places, key);
-    held.look_up(places, key - kKeys);
-  }
-
-  __device__ __forceinline__ void load_rows(const Tile& tile, int key) {
-    filling_.wait_until_empty();
-    if constexpr (kOfKeys) {
-      for (int row = lane_; row < Turns::kRows; row += 32) filling_.scales()[first_row_ + row] = 1.0f;
-      __syncwarp();
+  // Keys of the tile from `key` on, or in the second half, values.
+  template <int kPieces>
+  __device__ __forceinline__ void fill(const Tile& tile, int key, int half) {
+    auto& buffer = *static_cast<KeyTile<kKeys, kPieces, false>*>(
+        half == 0 ? static_cast<void*>(&smem_.sK[stage_]) : static_cast<void*>(&smem_.sV[stage_]));
+    auto& ring = half == 0 ? smem_.keys : smem_.values;
+    uint64_t* const full = &ring.full[stage_][0];
+    uint64_t* const empty = &ring.empty[stage_][0];
+    if (__builtin_expect(key >= tile.in_pages, false)) {
+      ptx::mbarrier_wait(empty, phases_.empty(stage_));
+      bring_rows<kPieces>(tile, key, half, buffer, full);
+      return;
     }
-    if (lane_ == 0) {
-      if (warp_ == 0) {
-        ptx::mbarrier_arrive_expect_bytes(filling_.full(), kPieces * kKeys * kRowBytes);
-        for (int piece = 0; piece < kPieces; ++piece) {
-          ptx::tma_load_4d(filling_.buffer().row_of(piece, 0), &rows_map_, filling_.full(),
-                           piece * kPieceDims, tile.kv_head, source_.row_of(tile, key), tile.batch);
-        }
-      } else {
-        ptx::mbarrier_arrive(filling_.full());
-      }
+    uint64_t* const raw_empty = &smem_.raw.ring.empty[raw_stage_][0];
+    ptx::mbarrier_wait(&smem_.raw.ring.full[raw_stage_][0], raw_phases_.full(raw_stage_));
+    convert<kPieces>(buffer, half, empty);
+    if (__builtin_expect(apart_ && tile.in_pages < key + kKeys, false)) {
+      if (half == 0) copy_rows(Places(Source<Role::kKeys>(params_), tile, 1, 0, 0), buffer, key);
+      if (half != 0) copy_rows(Places(Source<Role::kValues>(params_), tile, 1, 0, 0), buffer, key);
     }
+    if (half == 0) finish_keys(buffer);
+    ptx::fence_async_shared();
     __syncwarp();
-    filling_.advance();
+    if (lane_ == 0) {
+      ptx::mbarrier_arrive(full);
+      ptx::mbarrier_arrive(raw_empty);
+    }
+    advance(raw_stage_, raw_phases_);
   }
 
-  // Of a batch, which rows and 16 bytes of them a lane has in a turn. Eight lanes have half of a piece's 128
-  // bytes, of two rows: what they store then lies in all banks.
-  static __device__ __forceinline__ int piece_of(int turn, int lane) {
-    return (turn * 4 + lane / 8) % kPieces;
+  // Keys in rows are there as they should be.
+  template <int kPieces>
+  __device__ __forceinline__ void bring_rows(const Tile& tile, int key, int half,
+                                             KeyTile<kKeys, kPieces, false>& buffer, uint64_t* full) {
+    if (half == 0 && lane_ < kRows) smem_.raw.keys[stage_][first_row_ + lane_] = 1.0f;
+    __syncwarp();
+    if (lane_ != 0) return;
+    if (warp_ > 0) {
+      ptx::mbarrier_arrive(full);
+      return;
+    }
+    ptx::mbarrier_arrive_expect_bytes(full, sizeof(buffer));
+    const int row = Source<Role::kKeys>::row_of(tile, key);
+    for (int piece = 0; piece < kPieces; ++piece) {
+      ptx::tma_load_4d(buffer.row_of(piece, 0), half == 0 ? &maps_.new_key : &maps_.new_value, full,
+                       piece * kPieceDims, tile.kv_head, row, tile.batch);
+    }
   }
+
+  // Which 16 bytes of which row a lane has of its warp's, in a turn. Eight lanes have halves of a piece's 128
+  // bytes of two rows: what they store lies in all banks. So does what they load, where an even number of
+  // pieces would have them meet but for the second row's other piece.
+  template <int kPieces>
   static __device__ __forceinline__ int row_of(int turn, int lane) {
     return (turn * 4 + lane / 8) / kPieces * 2 + lane % 8 / 4;
   }
-  static __device__ __forceinline__ int byte_of(int turn, int lane) {
-    return piece_of(turn, lane) * kPieceDims + lane % 4 * 16;
-  }
-  // Where these are stored, as elements: 16 bytes of 32, the others are where bit 4 differs.
-  static __device__ __forceinline__ uint32_t place_of(int turn, int lane) {
-    const int row = row_of(turn, lane);
-    return piece_of(turn, lane) * (kKeys * kRowBytes) + row * kRowBytes + ((lane % 4 * 2 ^ (row & 7)) << 4);
-  }
-  // The same by that of the first turn, `begin`, in one instruction or none.
-  static __device__ __forceinline__ uint32_t place_of(int turn, int lane, uint32_t to, uint32_t begin) {
-    if constexpr (kPieces == 3) {
-      return to + place_of(turn, lane);
-    } else {
-      constexpr int kTurnRows = 8 / kPieces;
-      return (begin ^ (turn * kTurnRows & 7) << 4) + turn * kTurnRows * kRowBytes;
-    }
+  template <int kPieces>
+  static __device__ __forceinline__ int piece_of(int turn, int lane) {
+    const int piece = (turn * 4 + lane / 8) % kPieces;
+    return kPieces % 2 == 0 ? piece ^ lane % 8 / 4 : piece;
   }
 
-  // The batch whose rows begin with `first`: what is not there stays as it is, for nobody sees it. Elements
-  // behind a head's last are never there, and zero from the beginning.
-  __device__ __forceinline__ void fetch(Raw& raw, const Held& held, const char* pool, int first, bool any) {
+  template <int kPieces>
+  __device__ __forceinline__ void convert(KeyTile<kKeys, kPieces, false>& buffer, int half, uint64_t* empty) {
+    constexpr int kTurns = kRows * kPieces / 8, kAtOnce = kTurns % 4 == 0 ? 4 : kTurns % 3 == 0 ? 3 : 2;
+    static_assert(kTurns % kAtOnce == 0);
+    const auto& raw = smem_.raw;
+    const uint32_t from = ptx::shared_address(raw.bytes[raw_stage_]) + first_row_ * kPieces * kPieceDims;
+    const uint32_t to = ptx::shared_address(buffer.row_of(0, first_row_));
+    const float* const scales = raw.scales[raw_stage_] + first_row_;
+    const bool scaled = half != 0 && (apart_ || params_.value_scale_by_page);
 #pragma unroll
-    for (int turn = 0; turn < Turns::kBatch; ++turn) {
-      const uint32_t chunk = held.of(first + row_of(turn, lane_), first / 32);
-      const bool exists = any && chunk < kBadChunk && byte_of(turn, lane_) < source_.dim();
-      const int ahead = byte_of(turn, lane_) - byte_of(0, lane_);
-      ptx::load_16_bytes_if(raw[turn], pool + uint64_t{chunk} * 16 + ahead, exists);
-    }
-  }
-
-  template <bool kE4m3, bool kScaled>
-  __device__ __forceinline__ void convert(const Raw& raw, uint32_t to, const float* scales) {
-    const uint32_t begin = to + place_of(0, lane_);
+    for (int first = 0; first < kTurns; first += kAtOnce) {
+      uint4 bytes[kAtOnce];
 #pragma unroll
-    for (int turn = 0; turn < Turns::kBatch; ++turn) {
-      uint4 low = to_elements<kE4m3>(raw[turn].x, raw[turn].y);
-      uint4 high = to_elements<kE4m3>(raw[turn].z, raw[turn].w);
-      if (kScaled) {
-        const float scale = scales[row_of(turn, lane_)];
-        scale_eight<Element>(low, scale);
-        scale_eight<Element>(high, scale);
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int row = row_of<kPieces>(first + i, lane_), piece = piece_of<kPieces>(first + i, lane_);
+        bytes[i] = ptx::load_shared_16_bytes(from + (row * kPieces + piece) * kPieceDims + lane_ % 4 * 16);
       }
-      const uint32_t place = place_of(turn, lane_, to, begin);
+      if (first == 0) ptx::mbarrier_wait(empty, phases_.empty(stage_));
+      if (params_.cache == CacheType::kE4m3) {
+        scaled ? store<true, true, kPieces>(bytes, first, to, scales)
+               : store<true, false, kPieces>(bytes, first, to, scales);
+      } else {
+        scaled ? store<false, true, kPieces>(bytes, first, to, scales)
+               : store<false, false, kPieces>(bytes, first, to, scales);
+      }
+    }
+  }
+
+  template <bool kE4m3, bool kScaled, int kPieces, int kAtOnce>
+  __device__ __forceinline__ void store(const uint4 (&bytes)[kAtOnce], int first, uint32_t to,
+                                        const float* scales) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int row = row_of<kPieces>(first + i, lane_), piece = piece_of<kPieces>(first + i, lane_);
+      uint4 low = to_elements<kE4m3>(bytes[i].x, bytes[i].y);
+      uint4 high = to_elements<kE4m3>(bytes[i].z, bytes[i].w);
+      if (kScaled) {
+        scale_eight<Element>(low, scales[row]);
+        scale_eight<Element>(high, scales[row]);
+      }
+      const uint32_t place =
+          to + piece * (kKeys * kRowBytes) + row * kRowBytes + ((lane_ % 4 * 2 ^ (row & 7)) << 4);
       ptx::store_16_bytes(place, low);
       ptx::store_16_bytes(place ^ 16, high);
     }
   }
-  __device__ __forceinline__ void convert(const Raw& raw, uint32_t to, const float* scales) {
-    const bool scaled = !kOfKeys && scaled_;
-    if (source_.params.cache == CacheType::kE4m3) {
-      scaled ? convert<true, true>(raw, to, scales) : convert<true, false>(raw, to, scales);
-    } else {
-      scaled ? convert<false, true>(raw, to, scales) : convert<false, false>(raw, to, scales);
-    }
-  }
-
-  // While a batch is converted the next ones are on their way. The loop is short, and unrolled no further:
-  // each of these warps is alone with its code, and what is not in the instruction cache takes five times as
-  // long.
-  __device__ __forceinline__ void convert_tile(Held& held, const Tile& tile, const char* pool, int key,
-                                               int last) {
-    constexpr int kStep = Turns::kBatchRows, kSets = Turns::kSets;
-    uint32_t to = ptx::shared_address(filling_.buffer().row_of(0, first_row_));
-    const float* scales = own_scales()[half_ ^ 1] + first_row_;
-#pragma unroll 1
-    for (int first = 0; first < Turns::kRows; first += kSets * kStep) {
-      int next = first + (kSets - 1) * kStep;
-      bool any = true;
-#pragma unroll
-      for (int set = 0; set < kSets; ++set, to += kStep * kRowBytes, scales += kStep, next += kStep) {
-        if (set == 1 && next == Turns::kRows) {
-          next = 0;
-          any = key > last;
-          if (any) find(held, tile, key - kKeys);
-        }
-        fetch(raw_[(set + kSets - 1) % kSets], held, pool, next, any);
-        convert(raw_[set], to, scales);
-      }
-    }
-  }
-
   template <bool kE4m3>
   static __device__ __forceinline__ uint4 to_elements(uint32_t low, uint32_t high) {
     return kE4m3 ? eight_of_e4m3<Element>(low, high) : eight_of_int8<Element>(low, high);
   }
 
-  // What each of the warp's keys is multiplied by, or each value, where that differs: of those that have been
-  // looked up, beside what the ones at work are.
-  __device__ __forceinline__ void store_scales(const Held& held, const Places<kRole>& places,
-                                               const Tile& tile, int key) {
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < Held::kHeld; ++j) {
-      const int row = j * 32 + lane_;
-      if (row >= Turns::kRows) break;
-      const int page = held.page(places, key + row, j);
-      const int64_t of_page = by_page_ ? int64_t{page} * source_.params.num_kv_heads : 0;
-      own_scales()[half_][first_row_ + row] = page < 0 ? 1.0f : __ldg(scales_ + of_page + tile.kv_head);
+  // NaN in place of keys of pages that are not there; and what scores are multiplied by, where that differs.
+  template <int kPieces>
+  __device__ __forceinline__ void finish_keys(KeyTile<kKeys, kPieces, false>& buffer) {
+    const auto& raw = smem_.raw;
+    const uint32_t bad = raw.bad[raw_stage_][first_row_ / 32] >> first_row_ % 32;
+    if (__builtin_expect((bad & ((1ull << kRows) - 1)) != 0, false)) {
+      __syncwarp();
+      fill_rows(buffer, first_row_, lane_ < kRows ? bad >> lane_ & 1 : 0, lane_, ~0u);
     }
-    half_ ^= 1;
-    __syncwarp();
-  }
-  __device__ __forceinline__ void tell_scales() {
-    for (int row = lane_; row < Turns::kRows; row += 32) {
-      filling_.scales()[first_row_ + row] = own_scales()[half_ ^ 1][first_row_ + row];
-    }
-  }
-  __device__ __forceinline__ auto& own_scales() {
-    if constexpr (kOfKeys) {
-      return smem_.scales.next_keys;
-    } else {
-      return smem_.scales.values;
+    if (apart_ || params_.key_scale_by_page) {
+      const int row = first_row_ + lane_;
+      if (lane_ < kRows) smem_.raw.keys[stage_][row] = raw.scales[raw_stage_][row];
     }
   }
 
   // Of a tile of which some keys are in rows: those, over what was made of bytes that are not theirs.
-  __device__ __forceinline__ void copy_rows(const Places<kRole>& places, int key) {
+  template <Role kRole, int kPieces>
+  __device__ __forceinline__ void copy_rows(const Places<kRole>& places,
+                                            KeyTile<kKeys, kPieces, false>& buffer, int key) {
     constexpr int kChunks = kPieces * (kRowBytes / 16);
     __syncwarp();
-    auto& buffer = filling_.buffer();
 #pragma unroll 1
-    for (int i = lane_; i < Turns::kRows * kChunks; i += 32) {
-      const int row = i / kChunks, chunk = i % kChunks, to_row = first_row_ + row;
+    for (int i = lane_; i < kRows * kChunks; i += 32) {
+      const int row = first_row_ + i / kChunks, chunk = i % kChunks;
       if (places.is_paged(key + row) || !places.holds(key + row)) continue;
-      const uint32_t to = buffer.chunk_of(chunk, to_row);
-      const bool exists = chunk * 8 < source_.dim();
+      const uint32_t to = buffer.chunk_of(chunk, row);
+      const bool exists = chunk * 8 < places.dim();
       ptx::copy_async(to, exists ? places.in_row(key + row) + chunk * 16 : places.anywhere(), exists);
     }
     ptx::wait_for_copies();
   }
 
-  const Source<kRole> source_;
-  const CUtensorMap& rows_map_;
-  const float* scales_;
-  const bool by_page_, scaled_;
-  Filling<Shape, kRole> filling_;
+  const ForwardParams& params_;
+  const Maps& maps_;
+  const bool apart_;  // new keys are, in rows
   Plan& smem_;
   const int warp_, lane_, first_row_;
-  int half_ = 0;  // of the scales that are stored next
-  Raw raw_[Turns::kSets] = {};
+  Phases<kStages> phases_;
+  Phases<Shape::kRawStages> raw_phases_;
+  int stage_ = 0, raw_stage_ = 0;
 };
 
 }  // namespace pallas_attn::attention::sm90

@@ -8,35 +8,26 @@
 #include "attention/sm90/forward/gatherer.h"
 #include "attention/sm90/forward/list_loader.h"
 #include "attention/sm90/forward/loader.h"
+#include "attention/sm90/forward/raw_loader.h"
 #include "attention/sm90/forward/scout.h"
 #include "ptx/control.h"
 
 namespace pallas_attn::attention::sm90 {
 
-// Who fills the buffers of keys, or of values.
-template <typename Element, typename Shape, Role kRole>
-struct FillersOf {
-  static constexpr int kWarps = Shape::kByHand ? kHandWarps : 1;
-  using Hand = std::conditional_t<Shape::kFeed == Feed::kGathered, Gatherer<Shape, kRole>,
-                                  Converter<Element, Shape, kRole>>;
-
-  static __host__ __device__ constexpr int writers() {
-    if constexpr (Shape::kByHand) {
-      return Hand::kWriters;
-    } else {
-      return 1;
-    }
-  }
-};
-
 template <typename Shape, Role kRole>
 using EngineOf = std::conditional_t<Shape::kListed, ListLoader<Shape, kRole>, Loader<Shape, kRole>>;
 
+// Warps that are told of tiles beside those of math, and who fills a buffer of keys, or of values.
 template <typename Element, typename Shape>
 __device__ __forceinline__ void init_barriers(SmemPlan<Shape>& smem) {
-  using Keys = FillersOf<Element, Shape, Role::kKeys>;
-  constexpr int writers = Keys::writers();
-  smem.told.init(Shape::kConsumerWarps + 2 * Keys::kWarps, 1, 1);
+  int feeders = kLoaders, writers = 1;
+  if constexpr (Shape::kFeed == Feed::kGathered) {
+    feeders = 2 * kHandWarps, writers = Gatherer<Shape, Role::kKeys>::kWriters;
+  } else if constexpr (Shape::kConverted) {
+    feeders = 1 + kConverters, writers = kConverters;
+    smem.raw.ring.init(kConverters, RawLoader<Shape>::kWriters, RawLoader<Shape>::kWriters);
+  }
+  smem.told.init(Shape::kConsumerWarps + feeders, 1, 1);
   smem.queries.init(Shape::kConsumerWarps, 1, 1);
   smem.keys.init(Shape::kConsumerWarps, writers, writers);
   smem.values.init(Shape::kConsumerWarps, writers, writers);
@@ -52,7 +43,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (threadIdx.x == 0) {
     init_barriers<Element, Shape>(smem);
     ptx::tma_prefetch_descriptor(&maps.query);
-    if constexpr (!Shape::kByHand) {
+    // Where threads copy there are none of these.
+    if (boxes.rows > 0) {
       ptx::tma_prefetch_descriptor(&maps.key);
       ptx::tma_prefetch_descriptor(&maps.value);
     }
@@ -69,10 +61,18 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   }
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
   const int lane = thread % 32;
+  const auto convert = [&](int converter) {
+    if constexpr (Shape::kConverted) {
+      load_tiles(smem, lane, Converter<Element, Shape>(params, maps, smem, converter, lane));
+    }
+  };
   if (role == Shape::kMath) {
     ptx::lower_registers<Shape::kFeederRegisters>();
     if (warp == kScout) Scout<Shape>(params, maps, boxes, smem, lane).work();
-    if constexpr (!Shape::kByHand) {
+    if constexpr (Shape::kConverted) {
+      if (warp == kRawLoader) load_tiles(smem, lane, RawLoader<Shape>(params, maps, boxes, smem, lane));
+      if (warp > kRawLoader) convert(warp - kRawLoader - 1);
+    } else if constexpr (!Shape::kByHand) {
       using Keys = EngineOf<Shape, Role::kKeys>;
       using Values = EngineOf<Shape, Role::kValues>;
       if (warp == kKeyLoader) load_tiles(smem, lane, Keys(params, maps, boxes, smem, lane));
@@ -80,11 +80,15 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     }
   } else if constexpr (Shape::kByHand) {
     ptx::lower_registers<Shape::kHandRegisters>();
-    using Keys = typename FillersOf<Element, Shape, Role::kKeys>::Hand;
-    using Values = typename FillersOf<Element, Shape, Role::kValues>::Hand;
-    const int of_role = warp % kHandWarps;
-    if (warp < kHandWarps) load_tiles(smem, lane, Keys(params, maps, smem, of_role, lane));
-    if (warp >= kHandWarps) load_tiles(smem, lane, Values(params, maps, smem, of_role, lane));
+    if constexpr (Shape::kConverted) {
+      convert(warp + 2);
+    } else {
+      using Keys = Gatherer<Shape, Role::kKeys>;
+      using Values = Gatherer<Shape, Role::kValues>;
+      const int of_role = warp % kHandWarps;
+      if (warp < kHandWarps) load_tiles(smem, lane, Keys(params, smem, of_role, lane));
+      if (warp >= kHandWarps) load_tiles(smem, lane, Values(params, smem, of_role, lane));
+    }
   }
 }
 

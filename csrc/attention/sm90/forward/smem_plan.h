@@ -9,6 +9,7 @@
 //        256   1 x 64K   2 x 40K    2 x 40K    225
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -56,14 +57,18 @@ struct ListedTile : Tile {
   const uint32_t* bits;  // of the first block that is seen in part, the tile's first 64 queries; or null
 };
 
-// What keys of a cache of bytes are multiplied by, and values, where that differs in a tile.
+// Of a cache of bytes: keys and values in turn as they come, which keys are of pages that are not there, a
+// bit each; and what each is multiplied by, where that differs in a tile.
 template <typename Shape, Feed kFeed>
-struct TileScales {};
+struct RawTiles {};
 template <typename Shape>
-struct TileScales<Shape, Feed::kConverted> {
-  float keys[Shape::kKeyStages][Shape::kKeys];
-  float next_keys[2][Shape::kKeys];
-  float values[2][Shape::kKeys];
+struct RawTiles<Shape, Feed::kConverted> {
+  static constexpr int kPieces = std::max(Shape::kPieces, Shape::kValuePieces);
+  alignas(128) uint8_t bytes[Shape::kRawStages][Shape::kKeys * kPieces * kPieceDims];
+  float scales[Shape::kRawStages][Shape::kKeys];
+  float keys[Shape::kKeyStages][Shape::kKeys];  // those of converted ones
+  uint32_t bad[Shape::kRawStages][(Shape::kKeys + 31) / 32];
+  Ring<Shape::kRawStages, 1, 1> ring;
 };
 
 template <typename Shape>
@@ -81,7 +86,7 @@ struct alignas(1024) SmemPlan {
     return reinterpret_cast<SwizzledPiece<kFragmentRows>&>(sQ[stage][piece][warpgroup * kFragmentRows]);
   }
 
-  TileScales<Shape, Shape::kFeed> scales;
+  RawTiles<Shape, Shape::kFeed> raw;
 
   using Told = std::conditional_t<Shape::kListed, ListedTile, Tile>;
   Told tiles[kToldTiles];
