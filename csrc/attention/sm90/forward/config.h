@@ -27,7 +27,7 @@ constexpr int kManyThreads = 512;  // with which each begins with 128 registers
 enum class Feed { kEngine, kWoven, kGathered, kConverted, kListed };
 constexpr int kHandWarps = 2;  // of threads that do so, for keys, and as many for values
 
-constexpr int kConverters = 6;  // warps that convert a cache of bytes
+constexpr int kConverters = 3;  // warps that convert keys of a cache of bytes, and as many for values
 
 // Heads of up to kDim elements, values of up to kValueDim: shorter ones are filled up with zeros on their way
 // to shared memory.
@@ -46,8 +46,9 @@ struct ShapeOf {
   static constexpr int kPieces = (kDim + kPieceDims - 1) / kPieceDims;
   static constexpr int kValuePieces = (kValueDim + kPieceDims - 1) / kPieceDims;
 
-  // Of a cache of bytes: keys of a key tile, or values, that are there as they come, or on their way.
-  static constexpr int kRawStages = kPieces > kValuePieces ? 3 : 4;
+  // Of a cache of bytes: values of so many key tiles are there as they come, or on their way; of keys, of
+  // two.
+  static constexpr int kRawValueStages = kPieces > kValuePieces ? 1 : 2;
 
   static constexpr int kConsumerThreads = kMath * kWarpgroupThreads;
   static constexpr int kConsumerWarps = kConsumerThreads / 32;

@@ -388,7 +388,7 @@ class Consumer {
     ptx::wgmma_touch(rS_);
     if constexpr (kScaledTiles) {
       if (params_.key_scale_by_page || params_.new_key != nullptr) {
-        scale_keys(rS_, smem_.raw.keys[key_stage_], at_);
+        scale_keys(rS_, smem_.raw.converted[key_stage_], at_);
       }
     }
     release(&smem_.keys.empty[key_stage_][0], thread_);

@@ -1,6 +1,5 @@
-// Warps that make the query's own 16-bit numbers of keys in a cache of bytes, and of values: e4m3 and int8,
-// which bf16 and fp16 hold exactly. Each has the same rows of all tiles, and takes keys and values in turn,
-// by the same code where they are alike: loops this short stay in the instruction cache.
+// Warps that make the query's own 16-bit numbers of keys in a cache of bytes, or of values: e4m3 and int8,
+// which bf16 and fp16 hold exactly. Their loop is short and there once: it stays in the instruction cache.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +7,7 @@
 #include "attention/params.h"
 #include "attention/sm90/forward/filling.h"
 #include "attention/sm90/forward/maps.h"
+#include "attention/sm90/forward/raw_tiles.h"
 #include "attention/sm90/forward/smem_plan.h"
 #include "attention/sm90/forward/sources.h"
 #include "ptx/async_copy.h"
@@ -17,21 +17,25 @@
 
 namespace pallas_attn::attention::sm90 {
 
-// One of kConverters.
-template <typename Element, typename Shape>
+// One of kConverters, each with rows of its own.
+template <typename Element, typename Shape, Role kRole>
 class Converter {
  public:
   using Plan = SmemPlan<Shape>;
-  static constexpr int kKeys = Shape::kKeys, kStages = Shape::kKeyStages;
-  static_assert(kStages == Shape::kValueStages && kKeys % kConverters == 0);
+  static constexpr bool kOfKeys = kRole == Role::kKeys;
+  static constexpr int kPieces = kOfKeys ? Shape::kPieces : Shape::kValuePieces;
+  static constexpr int kKeys = Shape::kKeys;
 
   // Who arrives when a buffer is full: lane 0 of each warp.
   static constexpr int kWriters = kConverters;
 
   __device__ Converter(const ForwardParams& params, const Maps& maps, Plan& smem, int warp, int lane)
-      : params_(params),
-        maps_(maps),
-        apart_(params.new_key != nullptr),
+      : source_(params),
+        rows_map_(kOfKeys ? maps.new_key : maps.new_value),
+        scaled_(params.new_key != nullptr ||
+                (kOfKeys ? params.key_scale_by_page : params.value_scale_by_page)),
+        filling_(smem),
+        raw_(smem),
         smem_(smem),
         warp_(warp),
         lane_(lane),
@@ -41,127 +45,84 @@ class Converter {
 #pragma unroll 1
     for (int i = tile.first_key + tile.num_keys - 1; i >= tile.first_key; --i) {
       const int key = i * kKeys;
-      if constexpr (Shape::kPieces == Shape::kValuePieces) {
-#pragma unroll 1
-        for (int half = 0; half < 2; ++half) fill<Shape::kPieces>(tile, key, half);
+      if (key < tile.in_pages) {
+        convert_tile(tile, key);
       } else {
-        fill<Shape::kPieces>(tile, key, 0);
-        fill<Shape::kValuePieces>(tile, key, 1);
+        bring_rows(tile, key);
       }
-      advance(stage_, phases_);
+      filling_.advance();
     }
   }
 
  private:
   static constexpr int kRows = kKeys / kConverters;  // of a tile, a warp's
-  static_assert(kRows % 8 == 0 && 32 % kRows == 0);
+  // A lane has 16 bytes of a row in a turn. Four of these are on their way to it at a time.
+  static constexpr int kBatchRows = kPieces == 1 ? 32 : kPieces == 2 ? 16 : 8;
+  static constexpr int kBatch = kBatchRows * kPieces / 8;
+  static_assert(kKeys % kConverters == 0 && kRows % kBatchRows == 0 && 32 % kRows == 0);
 
-  // Keys of the tile from `key` on, or in the second half, values.
-  template <int kPieces>
-  __device__ __forceinline__ void fill(const Tile& tile, int key, int half) {
-    auto& buffer = *static_cast<KeyTile<kKeys, kPieces, false>*>(
-        half == 0 ? static_cast<void*>(&smem_.sK[stage_]) : static_cast<void*>(&smem_.sV[stage_]));
-    auto& ring = half == 0 ? smem_.keys : smem_.values;
-    uint64_t* const full = &ring.full[stage_][0];
-    uint64_t* const empty = &ring.empty[stage_][0];
-    if (__builtin_expect(key >= tile.in_pages, false)) {
-      ptx::mbarrier_wait(empty, phases_.empty(stage_));
-      bring_rows<kPieces>(tile, key, half, buffer, full);
-      return;
+  __device__ __forceinline__ void convert_tile(const Tile& tile, int key) {
+    raw_.wait_until_full();
+    if (source_.params.cache == CacheType::kE4m3) {
+      !kOfKeys&& scaled_ ? convert<true, true>() : convert<true, false>();
+    } else {
+      !kOfKeys&& scaled_ ? convert<false, true>() : convert<false, false>();
     }
-    uint64_t* const raw_empty = &smem_.raw.ring.empty[raw_stage_][0];
-    ptx::mbarrier_wait(&smem_.raw.ring.full[raw_stage_][0], raw_phases_.full(raw_stage_));
-    convert<kPieces>(buffer, half, empty);
-    if (__builtin_expect(apart_ && tile.in_pages < key + kKeys, false)) {
-      if (half == 0) copy_rows(Places(Source<Role::kKeys>(params_), tile, 1, 0, 0), buffer, key);
-      if (half != 0) copy_rows(Places(Source<Role::kValues>(params_), tile, 1, 0, 0), buffer, key);
+    if (tile.in_pages < key + kKeys) copy_rows(tile, key);
+    if constexpr (kOfKeys) {
+      spoil_bad();
+      if (scaled_) tell_scale(raw_.scales()[first_row_ + lane_ % kRows]);
     }
-    if (half == 0) finish_keys(buffer);
     ptx::fence_async_shared();
     __syncwarp();
     if (lane_ == 0) {
-      ptx::mbarrier_arrive(full);
-      ptx::mbarrier_arrive(raw_empty);
+      ptx::mbarrier_arrive(filling_.full());
+      ptx::mbarrier_arrive(raw_.empty());
     }
-    advance(raw_stage_, raw_phases_);
+    raw_.advance();
   }
 
-  // Keys in rows are there as they should be.
-  template <int kPieces>
-  __device__ __forceinline__ void bring_rows(const Tile& tile, int key, int half,
-                                             KeyTile<kKeys, kPieces, false>& buffer, uint64_t* full) {
-    if (half == 0 && lane_ < kRows) smem_.raw.keys[stage_][first_row_ + lane_] = 1.0f;
-    __syncwarp();
-    if (lane_ != 0) return;
-    if (warp_ > 0) {
-      ptx::mbarrier_arrive(full);
-      return;
-    }
-    ptx::mbarrier_arrive_expect_bytes(full, sizeof(buffer));
-    const int row = Source<Role::kKeys>::row_of(tile, key);
-    for (int piece = 0; piece < kPieces; ++piece) {
-      ptx::tma_load_4d(buffer.row_of(piece, 0), half == 0 ? &maps_.new_key : &maps_.new_value, full,
-                       piece * kPieceDims, tile.kv_head, row, tile.batch);
-    }
-  }
-
-  // Which 16 bytes of which row a lane has of its warp's, in a turn. Eight lanes have halves of a piece's 128
-  // bytes of two rows: what they store lies in all banks. So does what they load, where an even number of
+  // Which row of a batch a lane has in a turn, and which piece of it. Eight lanes have halves of a piece's
+  // 128 bytes of two rows: what they store lies in all banks. So does what they load, where an even number of
   // pieces would have them meet but for the second row's other piece.
-  template <int kPieces>
   static __device__ __forceinline__ int row_of(int turn, int lane) {
     return (turn * 4 + lane / 8) / kPieces * 2 + lane % 8 / 4;
   }
-  template <int kPieces>
   static __device__ __forceinline__ int piece_of(int turn, int lane) {
     const int piece = (turn * 4 + lane / 8) % kPieces;
     return kPieces % 2 == 0 ? piece ^ lane % 8 / 4 : piece;
   }
 
-  template <int kPieces>
-  __device__ __forceinline__ void convert(KeyTile<kKeys, kPieces, false>& buffer, int half, uint64_t* empty) {
-    constexpr int kTurns = kRows * kPieces / 8, kAtOnce = kTurns % 4 == 0 ? 4 : kTurns % 3 == 0 ? 3 : 2;
-    static_assert(kTurns % kAtOnce == 0);
-    const auto& raw = smem_.raw;
-    const uint32_t from = ptx::shared_address(raw.bytes[raw_stage_]) + first_row_ * kPieces * kPieceDims;
-    const uint32_t to = ptx::shared_address(buffer.row_of(0, first_row_));
-    const float* const scales = raw.scales[raw_stage_] + first_row_;
-    const bool scaled = half != 0 && (apart_ || params_.value_scale_by_page);
+  template <bool kE4m3, bool kScaled>
+  __device__ __forceinline__ void convert() {
+    constexpr int kRawRowBytes = decltype(raw_)::Tiles::kRawRowBytes;
+    uint32_t from = raw_.bytes() + first_row_ * kRawRowBytes + lane_ % 4 * 16;
+    uint32_t to = ptx::shared_address(filling_.buffer().row_of(0, first_row_));
+    const float* scales = raw_.scales() + first_row_;
+#pragma unroll 1
+    for (int done = 0; done < kRows; done += kBatchRows) {
+      uint4 bytes[kBatch];
 #pragma unroll
-    for (int first = 0; first < kTurns; first += kAtOnce) {
-      uint4 bytes[kAtOnce];
+      for (int turn = 0; turn < kBatch; ++turn) {
+        const int row = row_of(turn, lane_), piece = piece_of(turn, lane_);
+        bytes[turn] = ptx::load_shared_16_bytes(from + row * kRawRowBytes + piece * kPieceDims);
+      }
+      if (done == 0) filling_.wait_until_empty();
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int row = row_of<kPieces>(first + i, lane_), piece = piece_of<kPieces>(first + i, lane_);
-        bytes[i] = ptx::load_shared_16_bytes(from + (row * kPieces + piece) * kPieceDims + lane_ % 4 * 16);
+      for (int turn = 0; turn < kBatch; ++turn) {
+        const int row = row_of(turn, lane_), piece = piece_of(turn, lane_);
+        uint4 low = to_elements<kE4m3>(bytes[turn].x, bytes[turn].y);
+        uint4 high = to_elements<kE4m3>(bytes[turn].z, bytes[turn].w);
+        if (kScaled) {
+          scale_eight<Element>(low, scales[row]);
+          scale_eight<Element>(high, scales[row]);
+        }
+        const uint32_t place =
+            to + piece * (kKeys * kRowBytes) + row * kRowBytes + ((lane_ % 4 * 2 ^ (row & 7)) << 4);
+        ptx::store_16_bytes(place, low);
+        ptx::store_16_bytes(place ^ 16, high);
       }
-      if (first == 0) ptx::mbarrier_wait(empty, phases_.empty(stage_));
-      if (params_.cache == CacheType::kE4m3) {
-        scaled ? store<true, true, kPieces>(bytes, first, to, scales)
-               : store<true, false, kPieces>(bytes, first, to, scales);
-      } else {
-        scaled ? store<false, true, kPieces>(bytes, first, to, scales)
-               : store<false, false, kPieces>(bytes, first, to, scales);
-      }
-    }
-  }
-
-  template <bool kE4m3, bool kScaled, int kPieces, int kAtOnce>
-  __device__ __forceinline__ void store(const uint4 (&bytes)[kAtOnce], int first, uint32_t to,
-                                        const float* scales) {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int row = row_of<kPieces>(first + i, lane_), piece = piece_of<kPieces>(first + i, lane_);
-      uint4 low = to_elements<kE4m3>(bytes[i].x, bytes[i].y);
-      uint4 high = to_elements<kE4m3>(bytes[i].z, bytes[i].w);
-      if (kScaled) {
-        scale_eight<Element>(low, scales[row]);
-        scale_eight<Element>(high, scales[row]);
-      }
-      const uint32_t place =
-          to + piece * (kKeys * kRowBytes) + row * kRowBytes + ((lane_ % 4 * 2 ^ (row & 7)) << 4);
-      ptx::store_16_bytes(place, low);
-      ptx::store_16_bytes(place ^ 16, high);
+      from += kBatchRows * kRawRowBytes, to += kBatchRows * kRowBytes, scales += kBatchRows;
     }
   }
   template <bool kE4m3>
@@ -169,46 +130,60 @@ class Converter {
     return kE4m3 ? eight_of_e4m3<Element>(low, high) : eight_of_int8<Element>(low, high);
   }
 
-  // NaN in place of keys of pages that are not there; and what scores are multiplied by, where that differs.
-  template <int kPieces>
-  __device__ __forceinline__ void finish_keys(KeyTile<kKeys, kPieces, false>& buffer) {
-    const auto& raw = smem_.raw;
-    const uint32_t bad = raw.bad[raw_stage_][first_row_ / 32] >> first_row_ % 32;
-    if (__builtin_expect((bad & ((1ull << kRows) - 1)) != 0, false)) {
-      __syncwarp();
-      fill_rows(buffer, first_row_, lane_ < kRows ? bad >> lane_ & 1 : 0, lane_, ~0u);
+  // NaN in place of keys of pages that are not there.
+  __device__ __forceinline__ void spoil_bad() {
+    const uint32_t bad = smem_.raw.bad[raw_.stage()][first_row_ / 32] >> first_row_ % 32;
+    const bool is_bad = lane_ < kRows && (bad >> lane_ & 1) != 0;
+    if (!__any_sync(0xffffffff, is_bad)) return;
+    __syncwarp();
+    fill_rows(filling_.buffer(), first_row_, is_bad, lane_, ~0u);
+  }
+
+  // What the scores of a key are multiplied by, where that differs in a tile.
+  __device__ __forceinline__ void tell_scale(float scale) {
+    if (lane_ < kRows) smem_.raw.converted[filling_.stage()][first_row_ + lane_] = scale;
+  }
+
+  // Keys in rows are there as they should be.
+  __device__ __forceinline__ void bring_rows(const Tile& tile, int key) {
+    filling_.wait_until_empty();
+    if constexpr (kOfKeys) tell_scale(1.0f);
+    __syncwarp();
+    if (lane_ != 0) return;
+    if (warp_ > 0) {
+      ptx::mbarrier_arrive(filling_.full());
+      return;
     }
-    if (apart_ || params_.key_scale_by_page) {
-      const int row = first_row_ + lane_;
-      if (lane_ < kRows) smem_.raw.keys[stage_][row] = raw.scales[raw_stage_][row];
+    ptx::mbarrier_arrive_expect_bytes(filling_.full(), sizeof(filling_.buffer()));
+    for (int piece = 0; piece < kPieces; ++piece) {
+      ptx::tma_load_4d(filling_.buffer().row_of(piece, 0), &rows_map_, filling_.full(), piece * kPieceDims,
+                       tile.kv_head, source_.row_of(tile, key), tile.batch);
     }
   }
 
   // Of a tile of which some keys are in rows: those, over what was made of bytes that are not theirs.
-  template <Role kRole, int kPieces>
-  __device__ __forceinline__ void copy_rows(const Places<kRole>& places,
-                                            KeyTile<kKeys, kPieces, false>& buffer, int key) {
+  __device__ __forceinline__ void copy_rows(const Tile& tile, int key) {
     constexpr int kChunks = kPieces * (kRowBytes / 16);
+    const Places<kRole> places(source_, tile, 1, 0, 0);
     __syncwarp();
 #pragma unroll 1
     for (int i = lane_; i < kRows * kChunks; i += 32) {
       const int row = first_row_ + i / kChunks, chunk = i % kChunks;
       if (places.is_paged(key + row) || !places.holds(key + row)) continue;
-      const uint32_t to = buffer.chunk_of(chunk, row);
-      const bool exists = chunk * 8 < places.dim();
-      ptx::copy_async(to, exists ? places.in_row(key + row) + chunk * 16 : places.anywhere(), exists);
+      const bool exists = chunk * 8 < source_.dim();
+      ptx::copy_async(filling_.buffer().chunk_of(chunk, row),
+                      exists ? places.in_row(key + row) + chunk * 16 : places.anywhere(), exists);
     }
     ptx::wait_for_copies();
   }
 
-  const ForwardParams& params_;
-  const Maps& maps_;
-  const bool apart_;  // new keys are, in rows
+  const Source<kRole> source_;
+  const CUtensorMap& rows_map_;
+  const bool scaled_;
+  Filling<Shape, kRole> filling_;
+  RawPlace<Shape, kRole> raw_;
   Plan& smem_;
   const int warp_, lane_, first_row_;
-  Phases<kStages> phases_;
-  Phases<Shape::kRawStages> raw_phases_;
-  int stage_ = 0, raw_stage_ = 0;
 };
 
 }  // namespace pallas_attn::attention::sm90

@@ -26,6 +26,7 @@ class Filling {
       return smem_.sV[stage_];
     }
   }
+  __device__ int stage() const { return stage_; }
   __device__ uint64_t* full() { return &ring().full[stage_][0]; }
   __device__ void wait_until_empty() { ptx::mbarrier_wait(&ring().empty[stage_][0], phases_.empty(stage_)); }
   __device__ void advance() { sm90::advance(stage_, phases_); }

@@ -24,8 +24,9 @@ __device__ __forceinline__ void init_barriers(SmemPlan<Shape>& smem) {
   if constexpr (Shape::kFeed == Feed::kGathered) {
     feeders = 2 * kHandWarps, writers = Gatherer<Shape, Role::kKeys>::kWriters;
   } else if constexpr (Shape::kConverted) {
-    feeders = 1 + kConverters, writers = kConverters;
-    smem.raw.ring.init(kConverters, RawLoader<Shape>::kWriters, RawLoader<Shape>::kWriters);
+    feeders = 1 + 2 * kConverters, writers = kConverters;
+    smem.raw.keys.ring.init(kConverters, RawLoader<Shape>::kWriters, RawLoader<Shape>::kWriters);
+    smem.raw.values.ring.init(kConverters, RawLoader<Shape>::kWriters, RawLoader<Shape>::kWriters);
   }
   smem.told.init(Shape::kConsumerWarps + feeders, 1, 1);
   smem.queries.init(Shape::kConsumerWarps, 1, 1);
@@ -61,9 +62,13 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   }
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
   const int lane = thread % 32;
-  const auto convert = [&](int converter) {
+  // Each sub-core has converters of keys, or of values.
+  const auto convert = [&](int number) {
     if constexpr (Shape::kConverted) {
-      load_tiles(smem, lane, Converter<Element, Shape>(params, maps, smem, converter, lane));
+      using Keys = Converter<Element, Shape, Role::kKeys>;
+      using Values = Converter<Element, Shape, Role::kValues>;
+      if (number % 2 == 0) load_tiles(smem, lane, Keys(params, maps, smem, number / 2, lane));
+      if (number % 2 != 0) load_tiles(smem, lane, Values(params, maps, smem, number / 2, lane));
     }
   };
   if (role == Shape::kMath) {

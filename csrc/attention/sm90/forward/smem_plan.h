@@ -57,18 +57,24 @@ struct ListedTile : Tile {
   const uint32_t* bits;  // of the first block that is seen in part, the tile's first 64 queries; or null
 };
 
-// Of a cache of bytes: keys and values in turn as they come, which keys are of pages that are not there, a
-// bit each; and what each is multiplied by, where that differs in a tile.
+// Of a cache of bytes: a key tile's keys, or its values, as they come, and what each is multiplied by where
+// that differs in a tile.
+template <int kStages_, int kKeys, int kPieces>
+struct RawTiles {
+  static constexpr int kStages = kStages_, kRawRowBytes = kPieces * kPieceDims;
+  alignas(128) uint8_t bytes[kStages][kKeys * kRawRowBytes];
+  float scales[kStages][kKeys];
+  Ring<kStages, 1, 1> ring;
+};
 template <typename Shape, Feed kFeed>
-struct RawTiles {};
+struct RawPlan {};
 template <typename Shape>
-struct RawTiles<Shape, Feed::kConverted> {
-  static constexpr int kPieces = std::max(Shape::kPieces, Shape::kValuePieces);
-  alignas(128) uint8_t bytes[Shape::kRawStages][Shape::kKeys * kPieces * kPieceDims];
-  float scales[Shape::kRawStages][Shape::kKeys];
-  float keys[Shape::kKeyStages][Shape::kKeys];  // those of converted ones
-  uint32_t bad[Shape::kRawStages][(Shape::kKeys + 31) / 32];
-  Ring<Shape::kRawStages, 1, 1> ring;
+struct RawPlan<Shape, Feed::kConverted> {
+  RawTiles<2, Shape::kKeys, Shape::kPieces> keys;
+  RawTiles<Shape::kRawValueStages, Shape::kKeys, Shape::kValuePieces> values;
+  float converted[Shape::kKeyStages][Shape::kKeys];  // scales of keys that are
+  // Which keys are of pages that are not there, a bit each.
+  uint32_t bad[2][(Shape::kKeys + 31) / 32];
 };
 
 template <typename Shape>
@@ -86,7 +92,7 @@ struct alignas(1024) SmemPlan {
     return reinterpret_cast<SwizzledPiece<kFragmentRows>&>(sQ[stage][piece][warpgroup * kFragmentRows]);
   }
 
-  RawTiles<Shape, Shape::kFeed> raw;
+  RawPlan<Shape, Shape::kFeed> raw;
 
   using Told = std::conditional_t<Shape::kListed, ListedTile, Tile>;
   Told tiles[kToldTiles];

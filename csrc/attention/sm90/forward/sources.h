@@ -74,7 +74,6 @@ class Places {
     }
   }
 
-  __device__ __forceinline__ int dim() const { return source_.dim(); }
   __device__ __forceinline__ bool holds(int key) const { return key < k_len_; }
   // Also of a key before all others, which is not.
   __device__ __forceinline__ bool is_paged(int key) const {
