@@ -1,5 +1,6 @@
 // Warps that make the query's own 16-bit numbers of keys in a cache of bytes, or of values: e4m3 and int8,
-// which bf16 and fp16 hold exactly. Their loop is short and there once: it stays in the instruction cache.
+// which bf16 and fp16 hold exactly. Each has rows of its own in all key tiles, and has their bytes copied to
+// shared memory some tiles ahead. Its loop is short: it is to stay in the instruction cache.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,6 @@
 #include "attention/params.h"
 #include "attention/sm90/forward/filling.h"
 #include "attention/sm90/forward/maps.h"
-#include "attention/sm90/forward/raw_tiles.h"
 #include "attention/sm90/forward/smem_plan.h"
 #include "attention/sm90/forward/sources.h"
 #include "ptx/async_copy.h"
@@ -17,7 +17,7 @@
 
 namespace pallas_attn::attention::sm90 {
 
-// One of kConverters, each with rows of its own.
+// One of kConverters.
 template <typename Element, typename Shape, Role kRole>
 class Converter {
  public:
@@ -32,37 +32,54 @@ class Converter {
   __device__ Converter(const ForwardParams& params, const Maps& maps, Plan& smem, int warp, int lane)
       : source_(params),
         rows_map_(kOfKeys ? maps.new_key : maps.new_value),
-        scaled_(params.new_key != nullptr ||
-                (kOfKeys ? params.key_scale_by_page : params.value_scale_by_page)),
+        scales_(kOfKeys ? params.key_scale : params.value_scale),
+        by_page_(kOfKeys ? params.key_scale_by_page : params.value_scale_by_page),
+        scaled_(by_page_ || params.new_key != nullptr),
         filling_(smem),
-        raw_(smem),
         smem_(smem),
         warp_(warp),
         lane_(lane),
         first_row_(warp * kRows) {}
 
   __device__ void load(const Tile& tile) {
+    const int last = tile.first_key * kKeys;
+    int key = last + (tile.num_keys - 1) * kKeys;
+    // Keys in rows are there as they should be.
+    for (; key >= last && key >= tile.in_pages; key -= kKeys) bring_rows(tile, key);
+    if (key < last) return;
+    entry_ = places_of(tile).entry_of(key + first_row_ + lane_ % kRows);
+    constexpr int kAhead = Tiles::kStages * kKeys;
 #pragma unroll 1
-    for (int i = tile.first_key + tile.num_keys - 1; i >= tile.first_key; --i) {
-      const int key = i * kKeys;
-      if (key < tile.in_pages) {
-        convert_tile(tile, key);
-      } else {
-        bring_rows(tile, key);
-      }
-      filling_.advance();
+    for (int ahead = key; ahead >= last - kAhead; ahead -= kKeys) {
+      if (ahead + kAhead <= key) convert_tile(tile, ahead + kAhead);
+      fetch(tile, ahead, ahead >= last);
     }
   }
 
  private:
+  using Raw = decltype(Plan::raw);
+  using Tiles = std::conditional_t<kOfKeys, decltype(Raw::keys), decltype(Raw::values)>;
+  static constexpr int kRawRowBytes = Tiles::kRawRowBytes;
   static constexpr int kRows = kKeys / kConverters;  // of a tile, a warp's
   // A lane has 16 bytes of a row in a turn. Four of these are on their way to it at a time.
   static constexpr int kBatchRows = kPieces == 1 ? 32 : kPieces == 2 ? 16 : 8;
   static constexpr int kBatch = kBatchRows * kPieces / 8;
   static_assert(kKeys % kConverters == 0 && kRows % kBatchRows == 0 && 32 % kRows == 0);
 
+  __device__ __forceinline__ Places<kRole> places_of(const Tile& tile) const {
+    return Places<kRole>(source_, tile, 1, 0, 0);
+  }
+  __device__ Tiles& tiles() {
+    if constexpr (kOfKeys) {
+      return smem_.raw.keys;
+    } else {
+      return smem_.raw.values;
+    }
+  }
+
   __device__ __forceinline__ void convert_tile(const Tile& tile, int key) {
-    raw_.wait_until_full();
+    ptx::wait_for_copies_but<Tiles::kStages - 1>();
+    __syncwarp();
     if (source_.params.cache == CacheType::kE4m3) {
       !kOfKeys&& scaled_ ? convert<true, true>() : convert<true, false>();
     } else {
@@ -71,15 +88,44 @@ class Converter {
     if (tile.in_pages < key + kKeys) copy_rows(tile, key);
     if constexpr (kOfKeys) {
       spoil_bad();
-      if (scaled_) tell_scale(raw_.scales()[first_row_ + lane_ % kRows]);
+      if (scaled_) tell_scale(tiles().scales[raw_stage_][first_row_ + lane_ % kRows]);
     }
     ptx::fence_async_shared();
     __syncwarp();
-    if (lane_ == 0) {
-      ptx::mbarrier_arrive(filling_.full());
-      ptx::mbarrier_arrive(raw_.empty());
+    if (lane_ == 0) ptx::mbarrier_arrive(filling_.full());
+    filling_.advance();
+  }
+
+  // Has the bytes of a tile copied over those of the one that was converted last, where there is such a tile.
+  // Lanes have looked up their own key's page, and look up the next tile's.
+  __device__ __forceinline__ void fetch(const Tile& tile, int first_key, bool any) {
+    const int key = first_key + first_row_ + lane_ % kRows;
+    constexpr int kChunks = kRawRowBytes / 16;
+    if (any) {
+      const Places<kRole> places = places_of(tile);
+      const bool is_paged = places.is_paged(key), is_bad = places.leads_nowhere(key, entry_);
+      const bool exists = is_paged && !is_bad;
+      const uint64_t from = exists ? reinterpret_cast<uint64_t>(places.in_pool(key, entry_)) : 0;
+      if (kOfKeys) bad_ |= is_bad << raw_stage_;
+      if (scaled_ && lane_ < kRows) {
+        const int64_t of_page = by_page_ ? int64_t{entry_} * source_.params.num_kv_heads : 0;
+        tiles().scales[raw_stage_][first_row_ + lane_] =
+            exists ? __ldg(scales_ + of_page + tile.kv_head) : 1.0f;
+      }
+      entry_ = places.entry_of(key - kKeys);
+      const uint32_t to =
+          ptx::shared_address(tiles().bytes[raw_stage_]) + first_row_ * kRawRowBytes + lane_ * 16;
+#pragma unroll
+      for (int i = 0; i < kRows * kChunks / 32; ++i) {
+        const int row = (i * 32 + lane_) / kChunks, chunk = (i * 32 + lane_) % kChunks;
+        const uint64_t row_from = __shfl_sync(0xffffffff, from, row);
+        // Zeros where there is nothing, or an element behind a head's last.
+        const bool copied = row_from != 0 && chunk * 16 < source_.dim();
+        ptx::copy_async(to + i * 512, reinterpret_cast<const char*>(row_from) + chunk * 16, copied);
+      }
     }
-    raw_.advance();
+    ptx::close_copies();
+    raw_stage_ = (raw_stage_ + 1) % Tiles::kStages;
   }
 
   // Which row of a batch a lane has in a turn, and which piece of it. Eight lanes have halves of a piece's
@@ -95,10 +141,10 @@ class Converter {
 
   template <bool kE4m3, bool kScaled>
   __device__ __forceinline__ void convert() {
-    constexpr int kRawRowBytes = decltype(raw_)::Tiles::kRawRowBytes;
-    uint32_t from = raw_.bytes() + first_row_ * kRawRowBytes + lane_ % 4 * 16;
+    uint32_t from =
+        ptx::shared_address(tiles().bytes[raw_stage_]) + first_row_ * kRawRowBytes + lane_ % 4 * 16;
     uint32_t to = ptx::shared_address(filling_.buffer().row_of(0, first_row_));
-    const float* scales = raw_.scales() + first_row_;
+    const float* scales = &tiles().scales[raw_stage_][first_row_];
 #pragma unroll 1
     for (int done = 0; done < kRows; done += kBatchRows) {
       uint4 bytes[kBatch];
@@ -130,13 +176,12 @@ class Converter {
     return kE4m3 ? eight_of_e4m3<Element>(low, high) : eight_of_int8<Element>(low, high);
   }
 
-  // NaN in place of keys of pages that are not there.
+  // NaN in place of keys of pages that are not there, of which the lane has one.
   __device__ __forceinline__ void spoil_bad() {
-    const uint32_t bad = smem_.raw.bad[raw_.stage()][first_row_ / 32] >> first_row_ % 32;
-    const bool is_bad = lane_ < kRows && (bad >> lane_ & 1) != 0;
-    if (!__any_sync(0xffffffff, is_bad)) return;
-    __syncwarp();
-    fill_rows(filling_.buffer(), first_row_, is_bad, lane_, ~0u);
+    const uint32_t is_bad = bad_ >> raw_stage_ & 1;
+    if (!__any_sync(0xffffffff, is_bad != 0)) return;
+    fill_rows(filling_.buffer(), first_row_, lane_ < kRows ? is_bad : 0, lane_, ~0u);
+    bad_ &= ~(1u << raw_stage_);
   }
 
   // What the scores of a key are multiplied by, where that differs in a tile.
@@ -149,22 +194,22 @@ class Converter {
     filling_.wait_until_empty();
     if constexpr (kOfKeys) tell_scale(1.0f);
     __syncwarp();
-    if (lane_ != 0) return;
-    if (warp_ > 0) {
-      ptx::mbarrier_arrive(filling_.full());
-      return;
+    if (lane_ == 0 && warp_ > 0) ptx::mbarrier_arrive(filling_.full());
+    if (lane_ == 0 && warp_ == 0) {
+      ptx::mbarrier_arrive_expect_bytes(filling_.full(), sizeof(filling_.buffer()));
+      for (int piece = 0; piece < kPieces; ++piece) {
+        ptx::tma_load_4d(filling_.buffer().row_of(piece, 0), &rows_map_, filling_.full(), piece * kPieceDims,
+                         tile.kv_head, source_.row_of(tile, key), tile.batch);
+      }
     }
-    ptx::mbarrier_arrive_expect_bytes(filling_.full(), sizeof(filling_.buffer()));
-    for (int piece = 0; piece < kPieces; ++piece) {
-      ptx::tma_load_4d(filling_.buffer().row_of(piece, 0), &rows_map_, filling_.full(), piece * kPieceDims,
-                       tile.kv_head, source_.row_of(tile, key), tile.batch);
-    }
+    __syncwarp();
+    filling_.advance();
   }
 
   // Of a tile of which some keys are in rows: those, over what was made of bytes that are not theirs.
   __device__ __forceinline__ void copy_rows(const Tile& tile, int key) {
     constexpr int kChunks = kPieces * (kRowBytes / 16);
-    const Places<kRole> places(source_, tile, 1, 0, 0);
+    const Places<kRole> places = places_of(tile);
     __syncwarp();
 #pragma unroll 1
     for (int i = lane_; i < kRows * kChunks; i += 32) {
@@ -179,11 +224,14 @@ class Converter {
 
   const Source<kRole> source_;
   const CUtensorMap& rows_map_;
-  const bool scaled_;
+  const float* scales_;
+  const bool by_page_, scaled_;
   Filling<Shape, kRole> filling_;
-  RawPlace<Shape, kRole> raw_;
   Plan& smem_;
   const int warp_, lane_, first_row_;
+  int raw_stage_ = 0;
+  int entry_;         // the table's, of a key
+  uint32_t bad_ = 0;  // a bit a stage: whether the lane's own key is of a page that is not there
 };
 
 }  // namespace pallas_attn::attention::sm90

@@ -8,7 +8,6 @@
 #include "attention/sm90/forward/gatherer.h"
 #include "attention/sm90/forward/list_loader.h"
 #include "attention/sm90/forward/loader.h"
-#include "attention/sm90/forward/raw_loader.h"
 #include "attention/sm90/forward/scout.h"
 #include "ptx/control.h"
 
@@ -24,9 +23,7 @@ __device__ __forceinline__ void init_barriers(SmemPlan<Shape>& smem) {
   if constexpr (Shape::kFeed == Feed::kGathered) {
     feeders = 2 * kHandWarps, writers = Gatherer<Shape, Role::kKeys>::kWriters;
   } else if constexpr (Shape::kConverted) {
-    feeders = 1 + 2 * kConverters, writers = kConverters;
-    smem.raw.keys.ring.init(kConverters, RawLoader<Shape>::kWriters, RawLoader<Shape>::kWriters);
-    smem.raw.values.ring.init(kConverters, RawLoader<Shape>::kWriters, RawLoader<Shape>::kWriters);
+    feeders = 2 * kConverters, writers = kConverters;
   }
   smem.told.init(Shape::kConsumerWarps + feeders, 1, 1);
   smem.queries.init(Shape::kConsumerWarps, 1, 1);
@@ -44,8 +41,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (threadIdx.x == 0) {
     init_barriers<Element, Shape>(smem);
     ptx::tma_prefetch_descriptor(&maps.query);
-    // Where threads copy there are none of these.
-    if (boxes.rows > 0) {
+    if constexpr (!Shape::kByHand) {
       ptx::tma_prefetch_descriptor(&maps.key);
       ptx::tma_prefetch_descriptor(&maps.value);
     }
@@ -62,22 +58,24 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   }
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
   const int lane = thread % 32;
-  // Each sub-core has converters of keys, or of values.
-  const auto convert = [&](int number) {
-    if constexpr (Shape::kConverted) {
-      using Keys = Converter<Element, Shape, Role::kKeys>;
-      using Values = Converter<Element, Shape, Role::kValues>;
-      if (number % 2 == 0) load_tiles(smem, lane, Keys(params, maps, smem, number / 2, lane));
-      if (number % 2 != 0) load_tiles(smem, lane, Values(params, maps, smem, number / 2, lane));
+  if constexpr (Shape::kConverted) {
+    // Both warpgroups run the same code: a converter is there once for keys and once for values, and a
+    // sub-core has either.
+    ptx::lower_registers<Shape::kFeederRegisters>();
+    using Keys = Converter<Element, Shape, Role::kKeys>;
+    using Values = Converter<Element, Shape, Role::kValues>;
+    const int feeder = (role - Shape::kMath) * 4 + warp, converter = feeder - kFirstConverter;
+    if (feeder == kScout) Scout<Shape>(params, maps, boxes, smem, lane).work();
+    if (converter >= 0 && converter % 2 == 0) {
+      load_tiles(smem, lane, Keys(params, maps, smem, converter / 2, lane));
     }
-  };
-  if (role == Shape::kMath) {
+    if (converter >= 0 && converter % 2 != 0) {
+      load_tiles(smem, lane, Values(params, maps, smem, converter / 2, lane));
+    }
+  } else if (role == Shape::kMath) {
     ptx::lower_registers<Shape::kFeederRegisters>();
     if (warp == kScout) Scout<Shape>(params, maps, boxes, smem, lane).work();
-    if constexpr (Shape::kConverted) {
-      if (warp == kRawLoader) load_tiles(smem, lane, RawLoader<Shape>(params, maps, boxes, smem, lane));
-      if (warp > kRawLoader) convert(warp - kRawLoader - 1);
-    } else if constexpr (!Shape::kByHand) {
+    if constexpr (!Shape::kByHand) {
       using Keys = EngineOf<Shape, Role::kKeys>;
       using Values = EngineOf<Shape, Role::kValues>;
       if (warp == kKeyLoader) load_tiles(smem, lane, Keys(params, maps, boxes, smem, lane));
@@ -85,15 +83,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     }
   } else if constexpr (Shape::kByHand) {
     ptx::lower_registers<Shape::kHandRegisters>();
-    if constexpr (Shape::kConverted) {
-      convert(warp + 2);
-    } else {
-      using Keys = Gatherer<Shape, Role::kKeys>;
-      using Values = Gatherer<Shape, Role::kValues>;
-      const int of_role = warp % kHandWarps;
-      if (warp < kHandWarps) load_tiles(smem, lane, Keys(params, smem, of_role, lane));
-      if (warp >= kHandWarps) load_tiles(smem, lane, Values(params, smem, of_role, lane));
-    }
+    using Keys = Gatherer<Shape, Role::kKeys>;
+    using Values = Gatherer<Shape, Role::kValues>;
+    const int of_role = warp % kHandWarps;
+    if (warp < kHandWarps) load_tiles(smem, lane, Keys(params, smem, of_role, lane));
+    if (warp >= kHandWarps) load_tiles(smem, lane, Values(params, smem, of_role, lane));
   }
 }
 

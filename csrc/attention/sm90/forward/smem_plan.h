@@ -62,9 +62,8 @@ struct ListedTile : Tile {
 template <int kStages_, int kKeys, int kPieces>
 struct RawTiles {
   static constexpr int kStages = kStages_, kRawRowBytes = kPieces * kPieceDims;
-  alignas(128) uint8_t bytes[kStages][kKeys * kRawRowBytes];
+  alignas(16) uint8_t bytes[kStages][kKeys * kRawRowBytes];
   float scales[kStages][kKeys];
-  Ring<kStages, 1, 1> ring;
 };
 template <typename Shape, Feed kFeed>
 struct RawPlan {};
@@ -73,8 +72,6 @@ struct RawPlan<Shape, Feed::kConverted> {
   RawTiles<2, Shape::kKeys, Shape::kPieces> keys;
   RawTiles<Shape::kRawValueStages, Shape::kKeys, Shape::kValuePieces> values;
   float converted[Shape::kKeyStages][Shape::kKeys];  // scales of keys that are
-  // Which keys are of pages that are not there, a bit each.
-  uint32_t bad[2][(Shape::kKeys + 31) / 32];
 };
 
 template <typename Shape>
