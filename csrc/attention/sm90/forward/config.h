@@ -108,7 +108,7 @@ struct Group {
 enum class Form { kUsual, kFull };
 
 // Of the last warpgroup, one warp each.
-enum Feeder { kScout = 0, kKeyLoader = 1, kValueLoader = 2 };
+enum Feeder { kScout = 0, kKeyLoader = 1, kValueLoader = 2, kRawLoader = 1 };
 constexpr int kLoaders = 2;
 
 // Tiles that are told of at a time: the one whose result is being stored, the one at work, and the next one.
@@ -118,6 +118,6 @@ PALLAS_ATTN_HOST_DEVICE constexpr int next_told(int told) { return told + 1 == k
 // The feeding side's copies are of 16 bytes where pages are shorter than boxes of so many rows: the copy
 // engine takes 1.4 times as long for boxes of eight, which the swizzle would allow. Of several pieces a row,
 // it takes no longer than threads.
-constexpr int kLeastBoxRows = 16, kLeastWovenRows = 8;
+constexpr int kLeastBoxRows = 16, kLeastWovenRows = 8, kLeastRawRows = 8;
 
 }  // namespace pallas_attn::attention::sm90

@@ -1,6 +1,7 @@
 // Warps that make the query's own 16-bit numbers of keys in a cache of bytes, or of values: e4m3 and int8,
-// which bf16 and fp16 hold exactly. Each has rows of its own in all key tiles, and has their bytes copied to
-// shared memory some tiles ahead. Its loop is short: it is to stay in the instruction cache.
+// which bf16 and fp16 hold exactly. Each has rows of its own in all key tiles. Where pages are too short for
+// the copy engine's boxes it has their bytes copied to shared memory by itself, some tiles ahead. Its loop is
+// short: it is to stay in the instruction cache.
 #pragma once
 
 #include <cstdint>
@@ -29,11 +30,13 @@ class Converter {
   // Who arrives when a buffer is full: lane 0 of each warp.
   static constexpr int kWriters = kConverters;
 
-  __device__ Converter(const ForwardParams& params, const Maps& maps, Plan& smem, int warp, int lane)
+  __device__ Converter(const ForwardParams& params, const Maps& maps, const Boxes& boxes, Plan& smem,
+                       int warp, int lane)
       : source_(params),
         rows_map_(kOfKeys ? maps.new_key : maps.new_value),
         scales_(kOfKeys ? params.key_scale : params.value_scale),
         by_page_(kOfKeys ? params.key_scale_by_page : params.value_scale_by_page),
+        by_engine_(boxes.rows > 0),
         scaled_(by_page_ || params.new_key != nullptr),
         filling_(smem),
         smem_(smem),
@@ -78,8 +81,13 @@ class Converter {
   }
 
   __device__ __forceinline__ void convert_tile(const Tile& tile, int key) {
-    ptx::wait_for_copies_but<Tiles::kStages - 1>();
-    __syncwarp();
+    if (by_engine_) {
+      ptx::mbarrier_wait(&tiles().ring.full[raw_stage_][0], raw_phases_.full(raw_stage_));
+      raw_phases_.advance(raw_stage_);
+    } else {
+      ptx::wait_for_copies_but<Tiles::kStages - 1>();
+      __syncwarp();
+    }
     if (source_.params.cache == CacheType::kE4m3) {
       !kOfKeys&& scaled_ ? convert<true, true>() : convert<true, false>();
     } else {
@@ -92,40 +100,49 @@ class Converter {
     }
     ptx::fence_async_shared();
     __syncwarp();
-    if (lane_ == 0) ptx::mbarrier_arrive(filling_.full());
+    if (lane_ == 0) {
+      ptx::mbarrier_arrive(filling_.full());
+      if (by_engine_) ptx::mbarrier_arrive(&tiles().ring.empty[raw_stage_][0]);
+    }
     filling_.advance();
   }
 
-  // Has the bytes of a tile copied over those of the one that was converted last, where there is such a tile.
-  // Lanes have looked up their own key's page, and look up the next tile's.
+  // Has the bytes of a tile copied over those of the one that was converted last, where there is such a tile
+  // and the copy engine does not. Lanes have looked up their own key's page, and look up the next tile's.
   __device__ __forceinline__ void fetch(const Tile& tile, int first_key, bool any) {
     const int key = first_key + first_row_ + lane_ % kRows;
-    constexpr int kChunks = kRawRowBytes / 16;
-    if (any) {
+    if (any && (kOfKeys || scaled_ || !by_engine_)) {
       const Places<kRole> places = places_of(tile);
       const bool is_paged = places.is_paged(key), is_bad = places.leads_nowhere(key, entry_);
       const bool exists = is_paged && !is_bad;
-      const uint64_t from = exists ? reinterpret_cast<uint64_t>(places.in_pool(key, entry_)) : 0;
       if (kOfKeys) bad_ |= is_bad << raw_stage_;
-      if (scaled_ && lane_ < kRows) {
-        const int64_t of_page = by_page_ ? int64_t{entry_} * source_.params.num_kv_heads : 0;
-        tiles().scales[raw_stage_][first_row_ + lane_] =
-            exists ? __ldg(scales_ + of_page + tile.kv_head) : 1.0f;
-      }
+      if (scaled_) store_scale(tile, exists);
+      if (!by_engine_) copy(exists ? places.in_pool(key, entry_) : nullptr);
       entry_ = places.entry_of(key - kKeys);
-      const uint32_t to =
-          ptx::shared_address(tiles().bytes[raw_stage_]) + first_row_ * kRawRowBytes + lane_ * 16;
-#pragma unroll
-      for (int i = 0; i < kRows * kChunks / 32; ++i) {
-        const int row = (i * 32 + lane_) / kChunks, chunk = (i * 32 + lane_) % kChunks;
-        const uint64_t row_from = __shfl_sync(0xffffffff, from, row);
-        // Zeros where there is nothing, or an element behind a head's last.
-        const bool copied = row_from != 0 && chunk * 16 < source_.dim();
-        ptx::copy_async(to + i * 512, reinterpret_cast<const char*>(row_from) + chunk * 16, copied);
-      }
     }
-    ptx::close_copies();
+    if (!by_engine_) ptx::close_copies();
     raw_stage_ = (raw_stage_ + 1) % Tiles::kStages;
+  }
+
+  __device__ __forceinline__ void store_scale(const Tile& tile, bool exists) {
+    if (lane_ >= kRows) return;
+    const int64_t of_page = by_page_ ? int64_t{entry_} * source_.params.num_kv_heads : 0;
+    tiles().scales[raw_stage_][first_row_ + lane_] = exists ? __ldg(scales_ + of_page + tile.kv_head) : 1.0f;
+  }
+
+  // The warp's rows, of which each lane knows where its own lies; null: nowhere.
+  __device__ __forceinline__ void copy(const char* from) {
+    constexpr int kChunks = kRawRowBytes / 16;
+    const uint32_t to =
+        ptx::shared_address(tiles().bytes[raw_stage_]) + first_row_ * kRawRowBytes + lane_ * 16;
+#pragma unroll
+    for (int i = 0; i < kRows * kChunks / 32; ++i) {
+      const int row = (i * 32 + lane_) / kChunks, chunk = (i * 32 + lane_) % kChunks;
+      const uint64_t row_from = __shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(from), row);
+      // Zeros where there is nothing, or an element behind a head's last.
+      const bool copied = row_from != 0 && chunk * 16 < source_.dim();
+      ptx::copy_async(to + i * 512, reinterpret_cast<const char*>(row_from) + chunk * 16, copied);
+    }
   }
 
   // Which row of a batch a lane has in a turn, and which piece of it. Eight lanes have halves of a piece's
@@ -138,33 +155,50 @@ class Converter {
     const int piece = (turn * 4 + lane / 8) % kPieces;
     return kPieces % 2 == 0 ? piece ^ lane % 8 / 4 : piece;
   }
+  // Where that lies in bytes, and where it is stored: 16 bytes of 32, the others are where bit 4 differs.
+  static __device__ __forceinline__ uint32_t raw_place_of(int turn, int lane) {
+    return row_of(turn, lane) * kRawRowBytes + piece_of(turn, lane) * kPieceDims + lane % 4 * 16;
+  }
+  static __device__ __forceinline__ uint32_t place_of(int turn, int lane) {
+    const int row = row_of(turn, lane);
+    return piece_of(turn, lane) * (kKeys * kRowBytes) + row * kRowBytes + ((lane % 4 * 2 ^ (row & 7)) << 4);
+  }
+  // The same by those of the first turn, in one instruction or none. Rows of a turn are fewer than those
+  // between turns, and have no bit of them.
+  static constexpr bool kEvenTurns = kPieces != 3;
+  static constexpr int kTurnRows = 8 / kPieces;
+  static __device__ __forceinline__ uint32_t raw_place_of(int turn, int lane, uint32_t from, uint32_t begin) {
+    return kEvenTurns ? begin + turn * kTurnRows * kRawRowBytes : from + raw_place_of(turn, lane);
+  }
+  static __device__ __forceinline__ uint32_t place_of(int turn, int lane, uint32_t to, uint32_t begin) {
+    if (!kEvenTurns) return to + place_of(turn, lane);
+    return (begin ^ (turn * kTurnRows & 7) << 4) + turn * kTurnRows * kRowBytes;
+  }
 
   template <bool kE4m3, bool kScaled>
   __device__ __forceinline__ void convert() {
-    uint32_t from =
-        ptx::shared_address(tiles().bytes[raw_stage_]) + first_row_ * kRawRowBytes + lane_ % 4 * 16;
+    uint32_t from = ptx::shared_address(tiles().bytes[raw_stage_]) + first_row_ * kRawRowBytes;
     uint32_t to = ptx::shared_address(filling_.buffer().row_of(0, first_row_));
     const float* scales = &tiles().scales[raw_stage_][first_row_];
 #pragma unroll 1
     for (int done = 0; done < kRows; done += kBatchRows) {
+      const uint32_t raw_begin = from + raw_place_of(0, lane_), begin = to + place_of(0, lane_);
       uint4 bytes[kBatch];
 #pragma unroll
       for (int turn = 0; turn < kBatch; ++turn) {
-        const int row = row_of(turn, lane_), piece = piece_of(turn, lane_);
-        bytes[turn] = ptx::load_shared_16_bytes(from + row * kRawRowBytes + piece * kPieceDims);
+        bytes[turn] = ptx::load_shared_16_bytes(raw_place_of(turn, lane_, from, raw_begin));
       }
       if (done == 0) filling_.wait_until_empty();
 #pragma unroll
       for (int turn = 0; turn < kBatch; ++turn) {
-        const int row = row_of(turn, lane_), piece = piece_of(turn, lane_);
         uint4 low = to_elements<kE4m3>(bytes[turn].x, bytes[turn].y);
         uint4 high = to_elements<kE4m3>(bytes[turn].z, bytes[turn].w);
         if (kScaled) {
-          scale_eight<Element>(low, scales[row]);
-          scale_eight<Element>(high, scales[row]);
+          const float scale = scales[row_of(turn, lane_)];
+          scale_eight<Element>(low, scale);
+          scale_eight<Element>(high, scale);
         }
-        const uint32_t place =
-            to + piece * (kKeys * kRowBytes) + row * kRowBytes + ((lane_ % 4 * 2 ^ (row & 7)) << 4);
+        const uint32_t place = place_of(turn, lane_, to, begin);
         ptx::store_16_bytes(place, low);
         ptx::store_16_bytes(place ^ 16, high);
       }
@@ -225,10 +259,11 @@ class Converter {
   const Source<kRole> source_;
   const CUtensorMap& rows_map_;
   const float* scales_;
-  const bool by_page_, scaled_;
+  const bool by_page_, by_engine_, scaled_;
   Filling<Shape, kRole> filling_;
   Plan& smem_;
   const int warp_, lane_, first_row_;
+  Phases<Tiles::kStages> raw_phases_;
   int raw_stage_ = 0;
   int entry_;         // the table's, of a key
   uint32_t bad_ = 0;  // a bit a stage: whether the lane's own key is of a page that is not there

@@ -8,6 +8,7 @@
 #include "attention/sm90/forward/gatherer.h"
 #include "attention/sm90/forward/list_loader.h"
 #include "attention/sm90/forward/loader.h"
+#include "attention/sm90/forward/raw_loader.h"
 #include "attention/sm90/forward/scout.h"
 #include "ptx/control.h"
 
@@ -23,7 +24,9 @@ __device__ __forceinline__ void init_barriers(SmemPlan<Shape>& smem) {
   if constexpr (Shape::kFeed == Feed::kGathered) {
     feeders = 2 * kHandWarps, writers = Gatherer<Shape, Role::kKeys>::kWriters;
   } else if constexpr (Shape::kConverted) {
-    feeders = 2 * kConverters, writers = kConverters;
+    feeders = 1 + 2 * kConverters, writers = kConverters;
+    smem.raw.keys.ring.init(kConverters, 1, 1);
+    smem.raw.values.ring.init(kConverters, 1, 1);
   }
   smem.told.init(Shape::kConsumerWarps + feeders, 1, 1);
   smem.queries.init(Shape::kConsumerWarps, 1, 1);
@@ -41,7 +44,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (threadIdx.x == 0) {
     init_barriers<Element, Shape>(smem);
     ptx::tma_prefetch_descriptor(&maps.query);
-    if constexpr (!Shape::kByHand) {
+    // Where threads copy there are none of these.
+    if (boxes.rows > 0) {
       ptx::tma_prefetch_descriptor(&maps.key);
       ptx::tma_prefetch_descriptor(&maps.value);
     }
@@ -66,11 +70,12 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     using Values = Converter<Element, Shape, Role::kValues>;
     const int feeder = (role - Shape::kMath) * 4 + warp, converter = feeder - kFirstConverter;
     if (feeder == kScout) Scout<Shape>(params, maps, boxes, smem, lane).work();
+    if (feeder == kRawLoader) load_tiles(smem, lane, RawLoader<Shape>(params, maps, boxes, smem, lane));
     if (converter >= 0 && converter % 2 == 0) {
-      load_tiles(smem, lane, Keys(params, maps, smem, converter / 2, lane));
+      load_tiles(smem, lane, Keys(params, maps, boxes, smem, converter / 2, lane));
     }
     if (converter >= 0 && converter % 2 != 0) {
-      load_tiles(smem, lane, Values(params, maps, smem, converter / 2, lane));
+      load_tiles(smem, lane, Values(params, maps, boxes, smem, converter / 2, lane));
     }
   } else if (role == Shape::kMath) {
     ptx::lower_registers<Shape::kFeederRegisters>();

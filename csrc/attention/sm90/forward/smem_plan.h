@@ -62,8 +62,9 @@ struct ListedTile : Tile {
 template <int kStages_, int kKeys, int kPieces>
 struct RawTiles {
   static constexpr int kStages = kStages_, kRawRowBytes = kPieces * kPieceDims;
-  alignas(16) uint8_t bytes[kStages][kKeys * kRawRowBytes];
+  alignas(128) uint8_t bytes[kStages][kKeys * kRawRowBytes];
   float scales[kStages][kKeys];
+  Ring<kStages, 1, 1> ring;
 };
 template <typename Shape, Feed kFeed>
 struct RawPlan {};
