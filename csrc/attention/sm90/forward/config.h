@@ -22,13 +22,12 @@ enum class Role { kKeys, kValues };
 constexpr int kManyThreads = 512;  // with which each begins with 128 registers
 
 // Who brings keys and values to shared memory: the copy engine, a piece at a time; or all pieces of a page's
-// tokens at once; threads, where pages are too short for its boxes; threads that convert them; or the copy
-// engine, blocks that a list names.
+// tokens at once; threads, where pages are too short for its boxes; threads that convert them, a cache of
+// bytes; or the copy engine, blocks that a list names.
 enum class Feed { kEngine, kWoven, kGathered, kConverted, kListed };
 constexpr int kHandWarps = 2;  // of threads that do so, for keys, and as many for values
 
-constexpr int kFirstConverter = 2,
-              kConverters = 3;  // warps that convert keys of a cache of bytes, and as many for values
+constexpr int kConverters = 3;  // warps that convert keys of a cache of bytes, and as many for values
 
 // Heads of up to kDim elements, values of up to kValueDim: shorter ones are filled up with zeros on their way
 // to shared memory.
@@ -47,8 +46,7 @@ struct ShapeOf {
   static constexpr int kPieces = (kDim + kPieceDims - 1) / kPieceDims;
   static constexpr int kValuePieces = (kValueDim + kPieceDims - 1) / kPieceDims;
 
-  // Of a cache of bytes: values of so many key tiles are there as they come, or on their way; of keys, of
-  // two.
+  // Key tiles of which bytes are there as they come, or on their way: keys of two, and values of so many.
   static constexpr int kRawValueStages = kPieces > kValuePieces ? 1 : 2;
 
   static constexpr int kConsumerThreads = kMath * kWarpgroupThreads;
@@ -107,8 +105,8 @@ struct Group {
 // bits.
 enum class Form { kUsual, kFull };
 
-// Of the last warpgroup, one warp each.
-enum Feeder { kScout = 0, kKeyLoader = 1, kValueLoader = 2, kRawLoader = 1 };
+// Of the warps that feed, one each; beside a cache of bytes, all from kFirstConverter on.
+enum Feeder { kScout = 0, kKeyLoader = 1, kValueLoader = 2, kRawLoader = 1, kFirstConverter = 2 };
 constexpr int kLoaders = 2;
 
 // Tiles that are told of at a time: the one whose result is being stored, the one at work, and the next one.

@@ -27,9 +27,6 @@ class Converter {
   static constexpr int kPieces = kOfKeys ? Shape::kPieces : Shape::kValuePieces;
   static constexpr int kKeys = Shape::kKeys;
 
-  // Who arrives when a buffer is full: lane 0 of each warp.
-  static constexpr int kWriters = kConverters;
-
   __device__ Converter(const ForwardParams& params, const Maps& maps, const Boxes& boxes, Plan& smem,
                        int warp, int lane)
       : source_(params),
@@ -86,12 +83,13 @@ class Converter {
       raw_phases_.advance(raw_stage_);
     } else {
       ptx::wait_for_copies_but<Tiles::kStages - 1>();
-      __syncwarp();
     }
+    __syncwarp();
+    const bool multiplied = scaled_ && !kOfKeys;
     if (source_.params.cache == CacheType::kE4m3) {
-      !kOfKeys&& scaled_ ? convert<true, true>() : convert<true, false>();
+      multiplied ? convert<true, true>() : convert<true, false>();
     } else {
-      !kOfKeys&& scaled_ ? convert<false, true>() : convert<false, false>();
+      multiplied ? convert<false, true>() : convert<false, false>();
     }
     if (tile.in_pages < key + kKeys) copy_rows(tile, key);
     if constexpr (kOfKeys) {

@@ -18,7 +18,7 @@ template <typename Shape, Role kRole>
 using EngineOf = std::conditional_t<Shape::kListed, ListLoader<Shape, kRole>, Loader<Shape, kRole>>;
 
 // Warps that are told of tiles beside those of math, and who fills a buffer of keys, or of values.
-template <typename Element, typename Shape>
+template <typename Shape>
 __device__ __forceinline__ void init_barriers(SmemPlan<Shape>& smem) {
   int feeders = kLoaders, writers = 1;
   if constexpr (Shape::kFeed == Feed::kGathered) {
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   extern __shared__ __align__(1024) char shared_memory[];
   auto& smem = *reinterpret_cast<SmemPlan<Shape>*>(shared_memory);
   if (threadIdx.x == 0) {
-    init_barriers<Element, Shape>(smem);
+    init_barriers(smem);
     ptx::tma_prefetch_descriptor(&maps.query);
     // Where threads copy there are none of these.
     if (boxes.rows > 0) {
