@@ -119,6 +119,8 @@ def test_new_tokens_beside_pages(program, case):
         made(2, 1, 96, 8, cache_dtype="int8", softcap=9.0, sliding_window=50),
         made(2, 2, 128, 16, "float16", cache_dtype="float8_e4m3fn", scale_per_page=True),
         made(2, 1, 192, 3, cache_dtype="int8", scale_per_page=True, value_dim=128, causal=False),
+        made(2, 1, 192, 24, cache_dtype="float8_e4m3fn", scale_per_head=True),
+        made(1, 1, 256, 8, "float16", "HND", cache_dtype="int8", scale_per_page=True),
     ],
     ids=lambda case: case.id,
 )

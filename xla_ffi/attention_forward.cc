@@ -64,12 +64,6 @@ ffi::Error attention_forward(
   const bool paged = block_tables.element_count() > 0;
   const bool of_bytes = stored != dtype;
   check.require(paged || !of_bytes, "key", "a cache in pages of one byte a number", "rows");
-  if (of_bytes) {
-    // Counted in 16 bytes, with 32 bits.
-    check.between("key", " bytes", 0, int64_t{16} * kMaxInt * 2, static_cast<int64_t>(key.element_count()));
-    check.between("value", " bytes", 0, int64_t{16} * kMaxInt * 2,
-                  static_cast<int64_t>(value.element_count()));
-  }
   for (const auto& [name, scales] : {std::pair{"key_scale", key_scale}, {"value_scale", value_scale}}) {
     const bool by_page = scales.dimensions().size() == 2;
     const std::vector<int64_t> shape = by_page ? std::vector<int64_t>{keys.batch, keys.heads}

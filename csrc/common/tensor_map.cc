@@ -31,10 +31,11 @@ LaunchStatus encode_tensor_map(const TensorTile<kRank>& tile, CUtensorMapDataTyp
   // What a tile's row is. Asked for 256 bytes, which fetches a neighbour's row too, an H200 streams pages of
   // MLA up to 6% more slowly.
   constexpr CUtensorMapL2promotion kFetchedAtOnce = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-  const CUresult result =
-      encode(map, dtype, kRank, const_cast<void*>(tile.base), tile.extent, tile.strides_bytes, tile.box,
-             element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, kFetchedAtOnce,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto swizzle =
+      dtype == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B;
+  const CUresult result = encode(map, dtype, kRank, const_cast<void*>(tile.base), tile.extent,
+                                 tile.strides_bytes, tile.box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                 swizzle, kFetchedAtOnce, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   // The driver's results and the runtime's errors share their numbers.
   return status_of(static_cast<cudaError_t>(result), std::string("encoding the tensor map of '") + tile.name +
                                                          "' (CUresult " + std::to_string(result) + ")");

@@ -11,7 +11,8 @@
 
 namespace pallas_attn {
 
-// Tiles of three to five dimensions with the 128-byte swizzle; out-of-range elements read as zero.
+// Tiles of three to five dimensions with the 128-byte swizzle, of bytes without; out-of-range elements read
+// as zero.
 template <int kRank>
 LaunchStatus encode_tensor_map(const TensorTile<kRank>& tile, CUtensorMapDataType dtype, CUtensorMap* map);
 

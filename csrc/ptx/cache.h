@@ -47,17 +47,6 @@ __device__ __forceinline__ uint4 load_16_bytes(const void* source) {
                : "l"(source));
   return v;
 }
-// Or what was there before.
-__device__ __forceinline__ void load_16_bytes_if(uint4& v, const void* source, bool exists) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.u32 p, %5, 0;\n"
-      "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-      "}\n"
-      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
-      : "l"(source), "r"(static_cast<uint32_t>(exists)));
-}
 __device__ __forceinline__ uint2 load_8_bytes(const void* source) {
   uint2 v;
   asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(source));

@@ -92,6 +92,8 @@ enum Major { kKMajor = 0, kMNMajor = 1 };
 #define PALLAS_ATTN_1_TO_7(use) use(1) use(2) use(3) use(4) use(5) use(6) use(7)
 #define PALLAS_ATTN_1_TO_15(use)                                                                  \
   PALLAS_ATTN_1_TO_9(use) use(10) use(11) use(12) use(13) use(14) use(15)
+#define PALLAS_ATTN_1_TO_23(use)                                                                  \
+  PALLAS_ATTN_1_TO_9(use) PALLAS_ATTN_TEN(use, 1) use(20) use(21) use(22) use(23)
 #define PALLAS_ATTN_1_TO_31(use)                                                                  \
   PALLAS_ATTN_1_TO_9(use) PALLAS_ATTN_TEN(use, 1) PALLAS_ATTN_TEN(use, 2) use(30) use(31)
 #define PALLAS_ATTN_1_TO_35(use)                                                                  \
@@ -151,6 +153,8 @@ enum Major { kKMajor = 0, kMNMajor = 1 };
     PALLAS_ATTN_WGMMA(type, 16, PALLAS_ATTN_1_TO_7, 8, 9, 10, 11, 12, 13, 14)                     \
   } else if constexpr (kColumns == 32) {                                                          \
     PALLAS_ATTN_WGMMA(type, 32, PALLAS_ATTN_1_TO_15, 16, 17, 18, 19, 20, 21, 22)                  \
+  } else if constexpr (kColumns == 48) {                                                          \
+    PALLAS_ATTN_WGMMA(type, 48, PALLAS_ATTN_1_TO_23, 24, 25, 26, 27, 28, 29, 30)                  \
   } else if constexpr (kColumns == 64) {                                                          \
     PALLAS_ATTN_WGMMA(type, 64, PALLAS_ATTN_1_TO_31, 32, 33, 34, 35, 36, 37, 38)                  \
   } else if constexpr (kColumns == 72) {                                                          \
@@ -200,6 +204,7 @@ __device__ __forceinline__ void wgmma_k16(float (&d)[kAccumulators], A& a, uint6
 #undef PALLAS_ATTN_1_TO_39
 #undef PALLAS_ATTN_1_TO_35
 #undef PALLAS_ATTN_1_TO_31
+#undef PALLAS_ATTN_1_TO_23
 #undef PALLAS_ATTN_1_TO_15
 #undef PALLAS_ATTN_1_TO_7
 #undef PALLAS_ATTN_1_TO_3

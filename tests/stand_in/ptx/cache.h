@@ -18,9 +18,6 @@ inline uint4 load_16_bytes(const void* source) {
   stand_in::expect_aligned("a load of 16 bytes", reinterpret_cast<uint64_t>(source), 16);
   return *static_cast<const uint4*>(source);
 }
-inline void load_16_bytes_if(uint4& v, const void* source, bool exists) {
-  if (exists) v = load_16_bytes(source);
-}
 inline int fetch_and_increment(int* counter) { return (*counter)++; }
 inline void prefetch_line(const void*) {}
 

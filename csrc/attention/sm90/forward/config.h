@@ -22,22 +22,12 @@ enum class Role { kKeys, kValues };
 constexpr int kManyThreads = 512;  // with which each begins with 128 registers
 
 // Who brings keys and values to shared memory: the copy engine, a piece at a time; or all pieces of a page's
-// tokens at once; threads, where pages are too short for its boxes; threads that convert them; or the copy
-// engine, blocks that a list names.
+// tokens at once; threads, where pages are too short for its boxes; threads that convert them, a cache of
+// bytes; or the copy engine, blocks that a list names.
 enum class Feed { kEngine, kWoven, kGathered, kConverted, kListed };
 constexpr int kHandWarps = 2;  // of threads that do so, for keys, and as many for values
 
-// How a warp of these goes about its rows of a key tile in a cache of bytes: 16 at a time.
-template <int kKeys, int kPieces>
-struct TurnsOf {
-  static constexpr int kRows = kKeys / kHandWarps;
-  // Rows of a batch swizzle as those of another do: they are a multiple of eight. While one is converted the
-  // others of kSets are on their way.
-  static constexpr int kBatch = kPieces == 4 ? 4 : kPieces == 3 ? 3 : 2;
-  static constexpr int kBatchRows = kBatch * 32 * 16 / (kPieces * kPieceDims);
-  static constexpr int kSets = kPieces > 2 ? 2 : kRows / kBatchRows % 3 == 0 ? 3 : 4;
-  static_assert(kRows % (kBatchRows * kSets) == 0 && kBatchRows % 8 == 0 && 32 % kBatchRows == 0);
-};
+constexpr int kConverters = 3;  // warps that convert keys of a cache of bytes, and as many for values
 
 // Heads of up to kDim elements, values of up to kValueDim: shorter ones are filled up with zeros on their way
 // to shared memory.
@@ -47,13 +37,17 @@ struct ShapeOf {
   static constexpr Feed kFeed = kFeed_;
   static constexpr bool kListed = kFeed == Feed::kListed;
   static constexpr bool kWoven = kFeed == Feed::kWoven;
-  static constexpr bool kByHand = kFeed == Feed::kGathered || kFeed == Feed::kConverted;
+  static constexpr bool kConverted = kFeed == Feed::kConverted;
+  static constexpr bool kByHand = kFeed == Feed::kGathered || kConverted;
   static constexpr int kDim = kDim_, kValueDim = kValueDim_, kKeys = kKeys_;
   static constexpr int kMath = kMath_;  // math warpgroups
   static constexpr int kRows = kMath * kFragmentRows;
   static constexpr int kQueryStages = kQueryStages_, kKeyStages = kKeyStages_, kValueStages = kValueStages_;
   static constexpr int kPieces = (kDim + kPieceDims - 1) / kPieceDims;
   static constexpr int kValuePieces = (kValueDim + kPieceDims - 1) / kPieceDims;
+
+  // Key tiles of which bytes are there as they come, or on their way: keys of two, and values of so many.
+  static constexpr int kRawValueStages = kPieces > kValuePieces ? 1 : 2;
 
   static constexpr int kConsumerThreads = kMath * kWarpgroupThreads;
   static constexpr int kConsumerWarps = kConsumerThreads / 32;
@@ -62,12 +56,9 @@ struct ShapeOf {
   static constexpr int kThreads = kConsumerThreads + kFeeders * kWarpgroupThreads;
   // A thread's registers: those of the whole CTA are dealt anew between the roles.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kFeederRegisters = kByHand ? 32 : kValueDim > 192 || kMath > 2 ? 56 : 72;
-  // Converters take what math warpgroups leave, beside scores, results and probabilities: with few registers
-  // an instruction waits for the one before it.
-  static constexpr int kConverterRegisters =
-      std::clamp(512 - kFeederRegisters - 2 * (kKeys / 2 + kValueDim / 2 + kKeys / 4 + 48), 64, 112);
-  static constexpr int kHandRegisters = !kByHand ? 0 : kFeed == Feed::kConverted ? kConverterRegisters : 48;
+  static constexpr int kEngineRegisters = kValueDim > 192 || kMath > 2 ? 56 : 72;
+  static constexpr int kFeederRegisters = kFeed == Feed::kGathered ? 32 : kEngineRegisters;
+  static constexpr int kHandRegisters = !kByHand ? 0 : kConverted ? kFeederRegisters : 48;
   static constexpr int kConsumerRegisters =
       ((kMath + kFeeders) * kLaunchRegisters - kFeederRegisters - kHandRegisters) / kMath / 8 * 8;
 
@@ -77,11 +68,9 @@ struct ShapeOf {
   // For keys in short pages, and for a cache of bytes.
   using Gathered =
       ShapeOf<kDim, kValueDim, kKeys, kMath, kQueryStages, kKeyStages, kValueStages, Feed::kGathered>;
-  using Converted = ShapeOf<kDim, kValueDim,
-                            kValueDim == 192             ? 64
-                            : kDim == 128 || kDim == 192 ? 96
-                                                         : kKeys,
-                            kMath, kQueryStages, kDim == 64 ? kKeyStages : 2, kValueStages, Feed::kConverted>;
+  // Math warpgroups leave registers to those that convert, and memory to bytes.
+  using Converted = ShapeOf<kDim, kValueDim, kValueDim <= 128 ? 96 : 48, kMath, kQueryStages,
+                            kDim == 64 ? kKeyStages : 2, kValueStages, Feed::kConverted>;
   using Listed =
       ShapeOf<kDim, kValueDim, kKeys, kMath, kQueryStages, kKeyStages, kValueStages, Feed::kListed>;
 };
@@ -116,8 +105,8 @@ struct Group {
 // bits.
 enum class Form { kUsual, kFull };
 
-// Of the last warpgroup, one warp each.
-enum Feeder { kScout = 0, kKeyLoader = 1, kValueLoader = 2 };
+// Of the warps that feed, one each; beside a cache of bytes, all from kFirstConverter on.
+enum Feeder { kScout = 0, kKeyLoader = 1, kValueLoader = 2, kRawLoader = 1, kFirstConverter = 2 };
 constexpr int kLoaders = 2;
 
 // Tiles that are told of at a time: the one whose result is being stored, the one at work, and the next one.
@@ -127,6 +116,6 @@ PALLAS_ATTN_HOST_DEVICE constexpr int next_told(int told) { return told + 1 == k
 // The feeding side's copies are of 16 bytes where pages are shorter than boxes of so many rows: the copy
 // engine takes 1.4 times as long for boxes of eight, which the swizzle would allow. Of several pieces a row,
 // it takes no longer than threads.
-constexpr int kLeastBoxRows = 16, kLeastWovenRows = 8;
+constexpr int kLeastBoxRows = 16, kLeastWovenRows = 8, kLeastRawRows = 8;
 
 }  // namespace pallas_attn::attention::sm90

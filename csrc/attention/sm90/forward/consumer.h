@@ -312,7 +312,9 @@ class Consumer {
       for (int& end : rows.end) end = max(end, tile.past_keys);
     }
     if (!is_open()) mask_outside(rS_, at_, key_ * kKeys, rows);
-    if (is_mixed(tile)) own_keys(tile).mask_others(rS_, at_);
+    if constexpr (kForm == Form::kFull) {
+      if (is_mixed(tile)) own_keys(tile).mask_others(rS_, at_);
+    }
   }
 
   // Over the probabilities that the product with values has been reading.
@@ -386,7 +388,7 @@ class Consumer {
     ptx::wgmma_touch(rS_);
     if constexpr (kScaledTiles) {
       if (params_.key_scale_by_page || params_.new_key != nullptr) {
-        scale_keys(rS_, smem_.scales.keys[key_stage_], at_);
+        scale_keys(rS_, smem_.raw.converted[key_stage_], at_);
       }
     }
     release(&smem_.keys.empty[key_stage_][0], thread_);

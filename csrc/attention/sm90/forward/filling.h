@@ -26,11 +26,8 @@ class Filling {
       return smem_.sV[stage_];
     }
   }
-  // Of a cache of bytes: the keys' own.
-  __device__ float (&scales())
-      [Shape::kKeys] { return smem_.scales.keys[stage_]; } __device__ uint64_t* full() {
-    return &ring().full[stage_][0];
-  }
+  __device__ int stage() const { return stage_; }
+  __device__ uint64_t* full() { return &ring().full[stage_][0]; }
   __device__ void wait_until_empty() { ptx::mbarrier_wait(&ring().empty[stage_][0], phases_.empty(stage_)); }
   __device__ void advance() { sm90::advance(stage_, phases_); }
 

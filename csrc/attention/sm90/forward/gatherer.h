@@ -26,7 +26,7 @@ class Gatherer {
   // Who arrives when a buffer is full: every lane behind its copies, and lane 0 for what lanes stored.
   static constexpr int kWriters = 33 * kHandWarps;
 
-  __device__ Gatherer(const ForwardParams& params, const Maps&, Plan& smem, int warp, int lane)
+  __device__ Gatherer(const ForwardParams& params, Plan& smem, int warp, int lane)
       : source_(params), smem_(smem), filling_(smem), warp_(warp), lane_(lane) {}
 
   __device__ void load(const Tile& tile) {

@@ -8,35 +8,27 @@
 #include "attention/sm90/forward/gatherer.h"
 #include "attention/sm90/forward/list_loader.h"
 #include "attention/sm90/forward/loader.h"
+#include "attention/sm90/forward/raw_loader.h"
 #include "attention/sm90/forward/scout.h"
 #include "ptx/control.h"
 
 namespace pallas_attn::attention::sm90 {
 
-// Who fills the buffers of keys, or of values.
-template <typename Element, typename Shape, Role kRole>
-struct FillersOf {
-  static constexpr int kWarps = Shape::kByHand ? kHandWarps : 1;
-  using Hand = std::conditional_t<Shape::kFeed == Feed::kGathered, Gatherer<Shape, kRole>,
-                                  Converter<Element, Shape, kRole>>;
-
-  static __host__ __device__ constexpr int writers() {
-    if constexpr (Shape::kByHand) {
-      return Hand::kWriters;
-    } else {
-      return 1;
-    }
-  }
-};
-
 template <typename Shape, Role kRole>
 using EngineOf = std::conditional_t<Shape::kListed, ListLoader<Shape, kRole>, Loader<Shape, kRole>>;
 
-template <typename Element, typename Shape>
+// Warps that are told of tiles beside those of math, and who fills a buffer of keys, or of values.
+template <typename Shape>
 __device__ __forceinline__ void init_barriers(SmemPlan<Shape>& smem) {
-  using Keys = FillersOf<Element, Shape, Role::kKeys>;
-  constexpr int writers = Keys::writers();
-  smem.told.init(Shape::kConsumerWarps + 2 * Keys::kWarps, 1, 1);
+  int feeders = kLoaders, writers = 1;
+  if constexpr (Shape::kFeed == Feed::kGathered) {
+    feeders = 2 * kHandWarps, writers = Gatherer<Shape, Role::kKeys>::kWriters;
+  } else if constexpr (Shape::kConverted) {
+    feeders = 1 + 2 * kConverters, writers = kConverters;
+    smem.raw.keys.ring.init(kConverters, 1, 1);
+    smem.raw.values.ring.init(kConverters, 1, 1);
+  }
+  smem.told.init(Shape::kConsumerWarps + feeders, 1, 1);
   smem.queries.init(Shape::kConsumerWarps, 1, 1);
   smem.keys.init(Shape::kConsumerWarps, writers, writers);
   smem.values.init(Shape::kConsumerWarps, writers, writers);
@@ -50,9 +42,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   extern __shared__ __align__(1024) char shared_memory[];
   auto& smem = *reinterpret_cast<SmemPlan<Shape>*>(shared_memory);
   if (threadIdx.x == 0) {
-    init_barriers<Element, Shape>(smem);
+    init_barriers(smem);
     ptx::tma_prefetch_descriptor(&maps.query);
-    if constexpr (!Shape::kByHand) {
+    // Where threads copy there are none of these.
+    if (boxes.rows > 0) {
       ptx::tma_prefetch_descriptor(&maps.key);
       ptx::tma_prefetch_descriptor(&maps.value);
     }
@@ -69,7 +62,22 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   }
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
   const int lane = thread % 32;
-  if (role == Shape::kMath) {
+  if constexpr (Shape::kConverted) {
+    // Both warpgroups run the same code: a converter is there once for keys and once for values, and a
+    // sub-core has either.
+    ptx::lower_registers<Shape::kFeederRegisters>();
+    using Keys = Converter<Element, Shape, Role::kKeys>;
+    using Values = Converter<Element, Shape, Role::kValues>;
+    const int feeder = (role - Shape::kMath) * 4 + warp, converter = feeder - kFirstConverter;
+    if (feeder == kScout) Scout<Shape>(params, maps, boxes, smem, lane).work();
+    if (feeder == kRawLoader) load_tiles(smem, lane, RawLoader<Shape>(params, maps, boxes, smem, lane));
+    if (converter >= 0 && converter % 2 == 0) {
+      load_tiles(smem, lane, Keys(params, maps, boxes, smem, converter / 2, lane));
+    }
+    if (converter >= 0 && converter % 2 != 0) {
+      load_tiles(smem, lane, Values(params, maps, boxes, smem, converter / 2, lane));
+    }
+  } else if (role == Shape::kMath) {
     ptx::lower_registers<Shape::kFeederRegisters>();
     if (warp == kScout) Scout<Shape>(params, maps, boxes, smem, lane).work();
     if constexpr (!Shape::kByHand) {
@@ -80,11 +88,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     }
   } else if constexpr (Shape::kByHand) {
     ptx::lower_registers<Shape::kHandRegisters>();
-    using Keys = typename FillersOf<Element, Shape, Role::kKeys>::Hand;
-    using Values = typename FillersOf<Element, Shape, Role::kValues>::Hand;
+    using Keys = Gatherer<Shape, Role::kKeys>;
+    using Values = Gatherer<Shape, Role::kValues>;
     const int of_role = warp % kHandWarps;
-    if (warp < kHandWarps) load_tiles(smem, lane, Keys(params, maps, smem, of_role, lane));
-    if (warp >= kHandWarps) load_tiles(smem, lane, Values(params, maps, smem, of_role, lane));
+    if (warp < kHandWarps) load_tiles(smem, lane, Keys(params, smem, of_role, lane));
+    if (warp >= kHandWarps) load_tiles(smem, lane, Values(params, smem, of_role, lane));
   }
 }
 

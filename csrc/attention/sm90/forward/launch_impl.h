@@ -26,7 +26,11 @@ Boxes boxes_of(const ForwardParams& params) {
   const int query_bytes = Shape::kPieces * tokens * params.group * kRowBytes;
   if (Shape::kFeed == Feed::kGathered) return {0, query_bytes};
   if (Shape::kListed) return {std::min(Shape::kKeys, 1 << params.lists.k_shift), query_bytes};
-  if (params.block_tables == nullptr || Shape::kFeed == Feed::kConverted) return {Shape::kKeys, query_bytes};
+  if (Shape::kConverted) {
+    const int rows = std::gcd(Shape::kKeys, params.page_size);
+    return {rows < kLeastRawRows ? 0 : rows, query_bytes};
+  }
+  if (params.block_tables == nullptr) return {Shape::kKeys, query_bytes};
   const int most = params.new_key == nullptr ? Shape::kKeys : kMostJoinedRows;
   return {std::gcd(most, params.page_size), query_bytes};
 }
@@ -44,6 +48,29 @@ auto key_tile_of(const char* name, const ForwardParams& params, const void* arra
   } else {
     return tile_of(name, array, strides, dim, heads, tokens, batch, 1, rows);
   }
+}
+
+// Pages of a cache of bytes, in boxes of whole heads.
+inline TensorTile<4> raw_tile_of(const char* name, const ForwardParams& params, const void* array,
+                                 const Strides& strides, int dim, int box_dim, int rows) {
+  const auto size = [](int64_t extent) { return static_cast<uint64_t>(extent); };
+  return {name,
+          array,
+          {size(dim), size(params.num_kv_heads), size(params.page_size), size(params.num_pages)},
+          {size(strides.head), size(strides.token), size(strides.batch)},
+          {static_cast<uint32_t>(box_dim), 1, static_cast<uint32_t>(rows), 1}};
+}
+template <typename Shape>
+LaunchStatus encode_raw_maps(const ForwardParams& params, int rows, Maps* maps) {
+  if (rows == 0) return {};
+  constexpr int kDim = Shape::kPieces * kPieceDims, kValueDim = Shape::kValuePieces * kPieceDims;
+  const LaunchStatus status = encode_tensor_map(
+      raw_tile_of("key", params, params.key, params.key_strides, params.head_dim, kDim, rows),
+      CU_TENSOR_MAP_DATA_TYPE_UINT8, &maps->key);
+  if (!status.ok()) return status;
+  return encode_tensor_map(
+      raw_tile_of("value", params, params.value, params.value_strides, params.value_dim, kValueDim, rows),
+      CU_TENSOR_MAP_DATA_TYPE_UINT8, &maps->value);
 }
 
 // New tokens beside pages.
@@ -79,7 +106,10 @@ LaunchStatus encode_maps(const ForwardParams& params, const Boxes& boxes, Maps* 
               params.batch, params.group, Shape::kRows / params.group),
       kElement, &maps->query);
   if (!status.ok() || Shape::kFeed == Feed::kGathered) return status;
-  if (Shape::kFeed == Feed::kConverted) return encode_row_maps<Element, Shape>(params, rows, maps);
+  if (Shape::kConverted) {
+    status = encode_raw_maps<Shape>(params, rows, maps);
+    return status.ok() ? encode_row_maps<Element, Shape>(params, Shape::kKeys, maps) : status;
+  }
   status = encode_tensor_map(
       key_tile_of<Shape>("key", params, params.key, params.key_strides, params.head_dim, rows), kElement,
       &maps->key);

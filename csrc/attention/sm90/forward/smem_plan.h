@@ -7,8 +7,12 @@
 //    192/128   1 x 48K   2 x 48K    2 x 32K    209
 //        192   1 x 48K   2 x 36K    2 x 36K    193
 //        256   1 x 64K   2 x 40K    2 x 40K    225
+//
+// Of a cache of bytes key tiles are of 96 keys, of 48 at values of 192 and 256, two of keys and of values
+// (four at heads of 64), and as many bytes as they are made of: 210 KB at heads of 128, 225 at 192/128.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -56,14 +60,22 @@ struct ListedTile : Tile {
   const uint32_t* bits;  // of the first block that is seen in part, the tile's first 64 queries; or null
 };
 
-// What keys of a cache of bytes are multiplied by, and values, where that differs in a tile.
+// Of a cache of bytes: a key tile's keys, or its values, as they come, and what each is multiplied by where
+// that differs in a tile.
+template <int kStages_, int kKeys, int kPieces>
+struct RawTiles {
+  static constexpr int kStages = kStages_, kRawRowBytes = kPieces * kPieceDims;
+  alignas(128) uint8_t bytes[kStages][kKeys * kRawRowBytes];
+  float scales[kStages][kKeys];
+  Ring<kStages, 1, 1> ring;
+};
 template <typename Shape, Feed kFeed>
-struct TileScales {};
+struct RawPlan {};
 template <typename Shape>
-struct TileScales<Shape, Feed::kConverted> {
-  float keys[Shape::kKeyStages][Shape::kKeys];
-  float next_keys[2][Shape::kKeys];
-  float values[2][Shape::kKeys];
+struct RawPlan<Shape, Feed::kConverted> {
+  RawTiles<2, Shape::kKeys, Shape::kPieces> keys;
+  RawTiles<Shape::kRawValueStages, Shape::kKeys, Shape::kValuePieces> values;
+  float converted[Shape::kKeyStages][Shape::kKeys];  // scales of keys that are
 };
 
 template <typename Shape>
@@ -81,7 +93,7 @@ struct alignas(1024) SmemPlan {
     return reinterpret_cast<SwizzledPiece<kFragmentRows>&>(sQ[stage][piece][warpgroup * kFragmentRows]);
   }
 
-  TileScales<Shape, Shape::kFeed> scales;
+  RawPlan<Shape, Shape::kFeed> raw;
 
   using Told = std::conditional_t<Shape::kListed, ListedTile, Tile>;
   Told tiles[kToldTiles];

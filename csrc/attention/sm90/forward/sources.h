@@ -92,9 +92,6 @@ class Places {
     return pool_ + static_cast<uint64_t>(static_cast<uint32_t>(page)) * page_bytes_ +
            static_cast<uint32_t>(source_.in_page(key)) * token_bytes_;
   }
-  __device__ __forceinline__ uint32_t chunk(int key, int page) const {
-    return static_cast<uint32_t>(page) * (page_bytes_ / 16) + source_.in_page(key) * (token_bytes_ / 16);
-  }
   __device__ __forceinline__ const char* in_row(int key) const {
     return rows_ + static_cast<uint64_t>(static_cast<uint32_t>(key)) * row_bytes_;
   }
@@ -163,49 +160,6 @@ class HeldPlaces {
   const int lane_;
   int entries_[kHeld];
   uint64_t from_[kHeld];
-};
-
-// The same of keys in a cache of bytes, as chunks of 16 bytes from the pool's beginning: half the registers,
-// and half the questions. A pool has fewer than kBadChunk.
-constexpr uint32_t kNowhere = ~0u, kBadChunk = kNowhere - 1;
-template <Role kRole, int kRows>
-class HeldChunks {
- public:
-  static constexpr int kHeld = (kRows + 31) / 32;
-
-  __device__ explicit HeldChunks(int lane) : lane_(lane) {}
-
-  __device__ __forceinline__ void look_up(const Places<kRole>& places, int first) {
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) entries_[j] = places.entry_of(first + j * 32 + lane_);
-  }
-  // The page of a key of the lane's own that has been looked up; negative: it is in none.
-  __device__ __forceinline__ int page(const Places<kRole>& places, int key, int j) const {
-    return places.is_paged(key) && !places.leads_nowhere(key, entries_[j]) ? entries_[j] : -1;
-  }
-  __device__ __forceinline__ void settle(const Places<kRole>& places, int first) {
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      const int key = first + j * 32 + lane_, entry = page(places, key, j);
-      chunks_[j] = entry >= 0 ? places.chunk(key, entry) : places.is_paged(key) ? kBadChunk : kNowhere;
-    }
-  }
-  // Which of the lane's own, a bit each, lead to pages that are not there.
-  __device__ __forceinline__ uint32_t bad() const {
-    uint32_t bad = 0;
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) bad |= (chunks_[j] == kBadChunk && j * 32 + lane_ < kRows) << j;
-    return bad;
-  }
-  // The warp asks for some of a block of 32.
-  __device__ __forceinline__ uint32_t of(int row, int block) const {
-    return __shfl_sync(0xffffffff, of_block(chunks_, block), row & 31);
-  }
-
- private:
-  const int lane_;
-  int entries_[kHeld];
-  uint32_t chunks_[kHeld];
 };
 
 }  // namespace pallas_attn::attention::sm90
