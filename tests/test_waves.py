@@ -210,6 +210,15 @@ def test_keys_are_read_once_where_more_warps_hold_all_rows(rows):
     assert chosen(24, 8192, kv_heads=1, measured=dict(num_warps=4), **of_shape).block_q < rows
 
 
+def test_twice_the_warps_share_long_steps_of_wide_rows():
+    """Where many programs would take short ones; few begin sooner with these."""
+    of_shape: dict[str, Any] = dict(rows=32, head_dim=256, kv_heads=1)
+    long, short = chosen(541, 1184, **of_shape), chosen(2, 730, **of_shape)
+    assert (long.block_kv, long.num_warps) == (64, 8)
+    assert (short.block_kv, short.num_warps) == (32, 4)
+    assert chosen(541, 1184, **(of_shape | dict(measured=dict(num_warps=4)))).block_kv == 32
+
+
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("head_dim", [64, 128, 512])
 def test_splits_of_an_invariant_call_are_whole_tiles(rows, head_dim):

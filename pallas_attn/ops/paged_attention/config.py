@@ -112,10 +112,16 @@ class Shape:
         while True:
             tiles = [self.tile(block_q, candidate) for candidate in candidates]
             fitting = [tile for tile in tiles if self.takes(tile)]
-            # Rather than that two programs read the same keys, twice the warps share a tile that is too large for one.
-            if not fitting and tiles[0].is_asynchronous(self.device) and "num_warps" not in measured:
+            # Twice the warps share a tile too large for their registers: of asynchronous products, which wait for both
+            # halves, and of float32 only rather than that two programs read the same keys.
+            single = tiles[0].is_asynchronous(self.device) or self.query_itemsize != 2
+            if "num_warps" not in measured and not (fitting and single):
                 wider = (dataclasses.replace(tile, num_warps=2 * tile.num_warps) for tile in tiles)
-                fitting = [tile for tile in wider if self.takes(tile)]
+                fitting += [
+                    of_two
+                    for tile, of_two in zip(tiles, wider, strict=True)
+                    if tile.spills and self.takes(of_two)
+                ]
             if fitting or "block_q" in measured or block_q <= LEAST_SIDE:
                 break
             block_q //= 2
