@@ -55,7 +55,6 @@ class Adder {
     const int64_t row = (int64_t{tile.batch} * params_.num_heads + head) * params_.q_len + tile.query + query;
     float* const sums = params_.sums + row * Shape::kSumColumns;
     const auto* const from = smem_.sums[Place<Shape::kSums>{parts}.stage()];
-    ptx::mbarrier_wait(&smem_.added.full[at.stage()][0], at.full());
     const bool in_order = params_.ordered && own < end;
     if (in_order && !first) {
       if (lane_ == 0) {
@@ -65,6 +64,8 @@ class Adder {
       __syncwarp();
       ptx::fence_async_global();
     }
+    // After the turn, which mostly comes before the sums: the answer to who asks for it takes a while.
+    ptx::mbarrier_wait(&smem_.added.full[at.stage()][0], at.full());
     const bool stores = params_.ordered && first;
     if (tile.q_rank < 0) {
       if (lane_ == 0 && query < end) put(sums, from[0], (end - query) * kRowBytes, stores);

@@ -75,6 +75,8 @@ class Consumer {
   static constexpr int kQueries = Shape::kQueries, kParts = Shape::kParts;
   static constexpr int kPairs = accumulators(kFragmentRows);  // of a part's scores
   static constexpr int kQuerySteps = kFragmentRows / kStepDims;
+  // Of rows' numbers, loaded early in a step of one part: all deltas, and a quarter of the log-sum-exps.
+  static constexpr int kDeltas = kPairs / 8, kLses = kPairs / 16;
   static constexpr int kKeyGradient = accumulators(Shape::kDim),
                        kValueGradient = accumulators(Shape::kValueDim);
   static constexpr uint32_t kKeyPieceBytes = Shape::kKeys * kRowBytes;
@@ -96,10 +98,11 @@ class Consumer {
     issue_d_weights(rdP);
     pack<Element>(rS, rA);
     issue_d_values(rdV, rA, kFirst);
+    const Early<kQueries, kDeltas, 0> deltas(numbers(step));
     ptx::wgmma_wait<1>();
     ptx::wgmma_touch(rdP);
     if constexpr (kLast) release(&smem_.values.empty[0][0], thread_);
-    weighing_.differentiate(rS, rdP, numbers(step));
+    weighing_.differentiate(rS, rdP, deltas);
     release(&smem_.numbers.empty[Place<Shape::kRowStages>{step}.stage()][0], thread_);
     advance();
     if constexpr (!kLast) {
@@ -114,6 +117,8 @@ class Consumer {
     pack<Element>(rdP, rA);
     d_queries_.write_d_scores(rA, step);
     d_queries_.tell_d_scores(step);
+    if constexpr (!kLast) wait_until_full(smem_.numbers, steps_);
+    const Early<kQueries, 0, kLast ? 0 : kLses> lses(numbers(steps_));
     // That of the step before: the other warpgroup's gradients of scores are there.
     typename QueryGradient<Element, Shape>::Own rdQ;
     if constexpr (!kFirst) d_queries_.issue(rdQ, step - 1, keys_stage());
@@ -121,7 +126,7 @@ class Consumer {
     if constexpr (!kLast) {
       ptx::wgmma_wait<kFirst ? 1 : 2>();
       ptx::wgmma_touch(rS);
-      weigh(rS);
+      weighing_.weigh(rS, lses);
     }
     if constexpr (!kFirst) {
       ptx::wgmma_wait<1>();

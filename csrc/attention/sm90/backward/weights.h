@@ -33,6 +33,36 @@ class OfColumns {
   const int in_quad_, first_;
 };
 
+// The same, some of which are loaded here, before they are needed: shared memory is busy with products, and
+// its answers take long. Deltas of registers 0 to 8 kDeltas - 1, log-sum-exps of 0 to 4 kLses - 1.
+template <int kQueries, int kDeltas, int kLses>
+class Early {
+ public:
+  __device__ __forceinline__ explicit Early(const OfColumns<kQueries>& numbers) : numbers_(numbers) {
+#pragma unroll
+    for (int i = 0; i < kDeltas; ++i) {
+      numbers.delta(i * 8, delta_[i * 2]);
+      numbers.delta(i * 8 + 4, delta_[i * 2 + 1]);
+    }
+#pragma unroll
+    for (int i = 0; i < kLses; ++i) numbers.lse(i * 4, maximum_[i], rest_[i]);
+  }
+
+  static __device__ constexpr int which(int j) { return OfColumns<kQueries>::which(j); }
+  __device__ __forceinline__ void lse(int r, float (&maximum)[2], float (&rest)[2]) const {
+    if (r / 4 >= kLses) return numbers_.lse(r, maximum, rest);
+    for (int i = 0; i < 2; ++i) maximum[i] = maximum_[r / 4][i], rest[i] = rest_[r / 4][i];
+  }
+  __device__ __forceinline__ void delta(int r, float (&delta)[2]) const {
+    if (r / 8 >= kDeltas) return numbers_.delta(r, delta);
+    for (int i = 0; i < 2; ++i) delta[i] = delta_[r / 4][i];
+  }
+
+ private:
+  const OfColumns<kQueries> numbers_;
+  float delta_[kDeltas * 2 + 1][2], maximum_[kLses + 1][2], rest_[kLses + 1][2];
+};
+
 class OfRows {
  public:
   template <typename HeldRows>
