@@ -126,6 +126,7 @@ class Consumer {
     if constexpr (!kLast) {
       ptx::wgmma_wait<kFirst ? 1 : 2>();
       ptx::wgmma_touch(rS);
+      tilt(rS);
       weighing_.weigh(rS, lses);
     }
     if constexpr (!kFirst) {
