@@ -312,9 +312,7 @@ class Consumer {
       for (int& end : rows.end) end = max(end, tile.past_keys);
     }
     if (!is_open()) mask_outside(rS_, at_, key_ * kKeys, rows);
-    if constexpr (kForm == Form::kFull) {
-      if (is_mixed(tile)) own_keys(tile).mask_others(rS_, at_);
-    }
+    if (kForm == Form::kFull && is_mixed(tile)) own_keys(tile).mask_others(rS_, at_);
   }
 
   // Over the probabilities that the product with values has been reading.
