@@ -312,7 +312,9 @@ class Consumer {
       for (int& end : rows.end) end = max(end, tile.past_keys);
     }
     if (!is_open()) mask_outside(rS_, at_, key_ * kKeys, rows);
-    if (kForm == Form::kFull && is_mixed(tile)) own_keys(tile).mask_others(rS_, at_);
+    if constexpr (kForm == Form::kFull) {
+      if (is_mixed(tile)) OwnKeys<kKeys>(params_, tile, key_ * kKeys, thread_ % 32).mask_others(rS_, at_);
+    }
   }
 
   // Over the probabilities that the product with values has been reading.
@@ -373,10 +375,6 @@ class Consumer {
     }
     ptx::fence_async_shared();
     ptx::named_barrier_sync_unaligned(kUnseenCleared, Shape::kConsumerThreads);
-  }
-
-  __device__ __forceinline__ OwnKeys<kKeys> own_keys(const Tile& tile) const {
-    return OwnKeys<kKeys>(params_, tile, key_ * kKeys, thread_ % 32);
   }
 
   // Until at most `kPending` products issued later are unfinished.
