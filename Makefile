@@ -134,7 +134,7 @@ installed: .venv/.package .venv/.test $(OVERLAYS)
 	$(PYTHON) -m venv .venv
 
 .venv/.package: pyproject.toml $(LOCK)/build.txt | .venv/bin/uv
-	@echo "== the package, with its CUDA library where a compiler is found: one to three minutes"
+	@echo "== the package, with its CUDA library where a compiler is found: some six minutes on two cores"
 	rm -rf .venv/cuda_build
 	mkdir -p $(BESIDE) && ln -sfn ../bin ../lib $(BESIDE)
 	@$(BUILD_BY_UV) $(PACKAGE) || { $(OTHERWISE) $(BUILD_BY_PIP) $(PACKAGE); }
