@@ -153,7 +153,7 @@ SPILLS = {
     r"backward.instantiations\..*_rows\.": 164,
     r"backward.instantiations": 124,
     r"forward.instantiations\..*_(192|192x128|256)\..*FeedE2": 160,
-    r"forward.instantiations\..*_(192|192x128|256)\..*FeedE3": 64,
+    r"forward.instantiations\..*_(192|192x128|256)\..*FeedE3": 68,
     r"forward.instantiations\..*FeedE2": 84,
     r"forward.instantiations\..*_(192|192x128|256)\..*FormE0": 44,
     r"forward.instantiations\..*_(64|listed)\..*FormE0": 8,
