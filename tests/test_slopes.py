@@ -87,7 +87,9 @@ def _shapes(length: int, dim: int):
 
 def _gradients(*floats, config=None, **options):
     def loss(slopes, *floats):
-        bias = lambda s, b, h, q, k: s + slopes[h] * (k - q)  # noqa: E731
+        def bias(score, batch, head, q_idx, kv_idx):
+            return score + slopes[head] * (kv_idx - q_idx)
+
         out = unchecked(flash_attention)(
             *floats, score_mod=bias, implementation="cuda", config=config, **options
         )

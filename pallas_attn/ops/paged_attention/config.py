@@ -116,12 +116,10 @@ class Shape:
             # halves, and of float32 only rather than that two programs read the same keys.
             single = tiles[0].is_asynchronous(self.device) or self.query_itemsize != 2
             if "num_warps" not in measured and not (fitting and single):
-                wider = (dataclasses.replace(tile, num_warps=2 * tile.num_warps) for tile in tiles)
-                fitting += [
-                    of_two
-                    for tile, of_two in zip(tiles, wider, strict=True)
-                    if tile.spills and self.takes(of_two)
-                ]
+                wider = (
+                    dataclasses.replace(tile, num_warps=2 * tile.num_warps) for tile in tiles if tile.spills
+                )
+                fitting += [tile for tile in wider if self.takes(tile)]
             if fitting or "block_q" in measured or block_q <= LEAST_SIDE:
                 break
             block_q //= 2
