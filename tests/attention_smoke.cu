@@ -169,7 +169,7 @@ bool run(const Case& c, ElementType type, float tolerance) {
   params.num_heads = c.heads, params.num_kv_heads = c.kv_heads, params.group = group;
   params.head_dim = params.value_dim = c.dim;
   params.ends_aligned = true;
-  params.heads_in_l2 = c.kv_heads;
+  params.keys_in_l2 = 1 << 30;
   params.element = type;
   params.cache = c.cache;
   const cudaStream_t stream = stream_on_all_multiprocessors();

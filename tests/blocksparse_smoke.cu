@@ -68,7 +68,7 @@ std::vector<float2> launch_by_lists(const blocksparse::PrefillParams& from, cuda
   params.head_dim = params.value_dim = kDim;
   params.ends_aligned = true;
   params.skip_rows = from.skip_single;
-  params.heads_in_l2 = from.num_heads / from.num_kv_heads;
+  params.lists.heads_together = from.num_heads / from.num_kv_heads;
   params.max_items =
       (from.num_tokens / attention::kListedQueries + 2 * (from.num_seqs + 2)) * from.layout_heads;
   params.counters = unwritten<attention::Counters>(1);

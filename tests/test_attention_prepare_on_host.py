@@ -18,28 +18,44 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_stand_in(tmp_path_factory.mktemp("stand_in"), "attention_prepare")
 
 
-def ordered(program: Path, lens, q_lens, *, partials: int = 0) -> np.ndarray:
-    """Work items in the order in which they are taken."""
+def counted(
+    program: Path, lens, q_lens, *, partials: int = 0, kv_len: int = 0, keys_in_l2: int = 2**30
+) -> tuple[list[int], np.ndarray]:
+    """What the kernels tell each other, and work items in the order in which they are taken."""
     bounds = np.cumsum([0, *q_lens], dtype=np.int32)
     tokens = int(bounds[-1])
     most = tokens // TILE_TOKENS + len(lens) + 3 + partials
     call = struct.pack(
-        "11i",
-        *(len(lens), tokens, GROUP, KV_HEADS, 16, -(-max(lens) // 16), most, partials),
-        *(TILE_TOKENS, TILE_KEYS, CTAS),
+        "13i",
+        *(
+            len(lens),
+            q_lens[0] if kv_len else tokens,
+            GROUP,
+            KV_HEADS,
+            16,
+            -(-max(lens) // 16),
+            most,
+            partials,
+        ),
+        *(TILE_TOKENS, TILE_KEYS, CTAS, keys_in_l2, kv_len),
     )
     arrays = (np.asarray(lens, np.int32), bounds)
     done = subprocess.run(
         [program], input=call + b"".join(a.tobytes() for a in arrays), capture_output=True, check=False
     )
     assert done.returncode == 0, done.stderr.decode()
-    _, count, _, together = np.frombuffer(done.stdout, np.int32, 4)
-    assert together == KV_HEADS
-    items = np.frombuffer(done.stdout, np.int32, offset=16).reshape(-1, 8)[:count]
-    found = np.zeros(count, [(name, int) for name in FIELDS])
+    counters = np.frombuffer(done.stdout, np.int32, 4).tolist()
+    items = np.frombuffer(done.stdout, np.int32, offset=16).reshape(-1, 8)[: counters[1]]
+    found = np.zeros(len(items), [(name, int) for name in FIELDS])
     for i, name in enumerate(FIELDS):
         found[name] = items[:, i]
-    return found
+    return counters, found
+
+
+def ordered(program: Path, lens, q_lens, *, partials: int = 0) -> np.ndarray:
+    (_, _, _, together), items = counted(program, lens, q_lens, partials=partials)
+    assert together == KV_HEADS
+    return items
 
 
 def expected(lens, q_lens) -> list[tuple[int, int, int, int]]:
@@ -86,3 +102,34 @@ def test_every_key_of_every_tile_is_taken_once(program, lens, q_lens, partials):
 def test_the_longest_come_first(program, lens, q_lens):
     keys = ordered(program, lens, q_lens)["num_keys"]
     assert (np.diff(keys) <= 0).all()
+
+
+LASTING = 2  # times as long as its longest tile takes, on all CTAs
+
+
+@pytest.mark.parametrize("keys_in_l2", [1, 10_000, 70_000, 2**30])
+@pytest.mark.parametrize(("seqs", "tokens"), [(1, 16384), (8, 2048), (64, 512), (3, 1000), (300, 4096)])
+def test_equal_sequences_side_by_side_fit_in_the_l2(program, seqs, tokens, keys_in_l2):
+    """Pairs of a sequence and a head: as few as do not leave multiprocessors idle at the end."""
+    lens = (tokens,) * seqs
+    (_, items, split, together), _ = counted(program, lens, lens, kv_len=tokens, keys_in_l2=keys_in_l2)
+    tiles = expected(lens[:1], lens[:1])
+    work, longest = sum(tile[3] for tile in tiles), max(tile[3] for tile in tiles)
+    pairs = seqs * KV_HEADS
+    assert (items, split) == (len(tiles) * seqs, 0)
+    assert pairs % together == 0
+    assert together == pairs or work * together >= LASTING * longest * CTAS
+    if together > 1 and together * tokens > keys_in_l2:
+        fewer = together // 2 if together % 2 == 0 else 1
+        assert work * fewer < LASTING * longest * CTAS
+
+
+def test_heads_side_by_side_by_what_sequences_have(program):
+    """Of pages: keys that several tiles read, whatever a table has room for; decoded sequences read theirs once."""
+    lens, new = (30_000,) * 6 + (4096,) * 64, (2048,) * 6 + (1,) * 64
+    (_, _, _, together), _ = counted(program, lens, new, keys_in_l2=70_000)
+    assert together == 1
+    (_, _, _, together), _ = counted(program, lens, new, keys_in_l2=400_000)
+    assert together == 2
+    (_, _, _, together), _ = counted(program, (100_000,) * 64, (1,) * 64, keys_in_l2=1000)
+    assert together == KV_HEADS

@@ -36,7 +36,7 @@ ffi::Error attention_forward(
     ffi::Result<ffi::AnyBuffer> first_tile, ffi::Result<ffi::AnyBuffer> partial_out,
     ffi::Result<ffi::AnyBuffer> partial_lse, bool query_heads_first, bool key_heads_first,
     bool lse_heads_first, bool base2_lse, bool ends_aligned, bool sinks_without_keys, int64_t q_offset,
-    int64_t bounds_step, int64_t seqs, int64_t skip_rows, int64_t heads_in_l2, float softcap) {
+    int64_t bounds_step, int64_t seqs, int64_t skip_rows, int64_t keys_in_l2, float softcap) {
   ArgumentChecker check(kName);
   check.array("query", query, {-1, -1, -1, -1}, {DataType::BF16, DataType::F16});
   if (!check.ok()) return check.error();
@@ -130,8 +130,7 @@ ffi::Error attention_forward(
   check.require(least_rows > 0, "query", "heads of at most 256 elements", std::to_string(queries.dim));
   check.require(group <= least_rows, "query",
                 "at most " + std::to_string(least_rows) + " heads for a KV head", std::to_string(group));
-  check.require(heads_in_l2 > 0 && keys.heads % heads_in_l2 == 0, "heads_in_l2",
-                "a divisor of " + std::to_string(keys.heads), std::to_string(heads_in_l2));
+  check.between("keys_in_l2", "", 1, kMaxInt, keys_in_l2);
   if (!check.ok()) return check.error();
   const int64_t most_items = items->dimensions()[0];
   const int64_t partials = split_tiles->dimensions()[0];
@@ -180,7 +179,7 @@ ffi::Error attention_forward(
   params.sinks_without_keys = sinks_without_keys;
   params.q_offset = static_cast<int>(q_offset);
   params.skip_rows = static_cast<int>(skip_rows);
-  params.heads_in_l2 = static_cast<int>(heads_in_l2);
+  params.keys_in_l2 = static_cast<int>(keys_in_l2);
   params.softcap = softcap;
   params.base2_lse = base2_lse;
   return launched(kName, device, stream, attention::sm90::launch_forward, params);
@@ -233,6 +232,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_forward_sm90, pallas_attn::a
                                   .Attr<int64_t>("bounds_step")
                                   .Attr<int64_t>("seqs")
                                   .Attr<int64_t>("skip_rows")
-                                  .Attr<int64_t>("heads_in_l2")
+                                  .Attr<int64_t>("keys_in_l2")
                                   .Attr<float>("softcap"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

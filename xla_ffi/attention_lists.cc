@@ -101,7 +101,7 @@ ffi::Error attention_lists(cudaStream_t stream, int32_t device, ffi::AnyBuffer q
                            ffi::Result<ffi::AnyBuffer> items, ffi::Result<ffi::AnyBuffer> united,
                            ffi::Result<ffi::AnyBuffer> united_rows, bool query_heads_first,
                            bool key_heads_first, bool lse_heads_first, int64_t block_q, int64_t block_kv,
-                           int64_t skip_rows, int64_t heads_in_l2, float softcap) {
+                           int64_t skip_rows, int64_t heads_together, float softcap) {
   ArgumentChecker check(kName);
   check.array("query", query, {-1, -1, -1, -1}, {DataType::BF16, DataType::F16});
   if (!check.ok()) return check.error();
@@ -137,8 +137,8 @@ ffi::Error attention_lists(cudaStream_t stream, int32_t device, ffi::AnyBuffer q
     check.require(dim > 0 && dim % 8 == 0 && dim <= 256, name, "heads of at most 256 elements, in eights",
                   std::to_string(dim));
   }
-  check.require(heads_in_l2 > 0 && queries.heads % heads_in_l2 == 0, "heads_in_l2",
-                "a divisor of " + std::to_string(queries.heads), std::to_string(heads_in_l2));
+  check.require(heads_together > 0 && queries.heads % heads_together == 0, "heads_together",
+                "a divisor of " + std::to_string(queries.heads), std::to_string(heads_together));
   attention::KeyLists lists = lists_of(check, queries, blocks, ends, first_bits, bits, row_pointers, *united,
                                        *united_rows, block_q, block_kv);
   if (!check.ok()) return check.error();
@@ -156,10 +156,10 @@ ffi::Error attention_lists(cudaStream_t stream, int32_t device, ffi::AnyBuffer q
   params.ends_aligned = is_layout;
   params.sinks_without_keys = true;
   params.skip_rows = static_cast<int>(skip_rows);
-  params.heads_in_l2 = static_cast<int>(heads_in_l2);
   params.softcap = softcap;
   params.base2_lse = true;
   params.lists = lists;
+  params.lists.heads_together = static_cast<int>(heads_together);
   params.lists.share = static_cast<int>(queries.heads / keys.heads);
   return launched(kName, device, stream, attention::sm90::launch_forward, params);
 }
@@ -198,6 +198,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_lists_sm90, pallas_attn::att
                                   .Attr<int64_t>("block_q")
                                   .Attr<int64_t>("block_kv")
                                   .Attr<int64_t>("skip_rows")
-                                  .Attr<int64_t>("heads_in_l2")
+                                  .Attr<int64_t>("heads_together")
                                   .Attr<float>("softcap"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -46,7 +46,9 @@ struct Counters {
   int taken;  // work items that CTAs have asked for
   int items;  // work items of one KV head
   int split_tiles;
-  int heads_together;  // KV heads whose tiles are taken side by side, a divisor of num_kv_heads
+  // KV heads whose tiles are taken side by side, a divisor of num_kv_heads; of equal sequences, pairs of a
+  // sequence and a KV head.
+  int together;
 };
 
 // What keys and values in pages are.
@@ -87,7 +89,8 @@ struct KeyLists {
   int pitch, max_bits;
   // log2 of a block's queries, at least 7 or, where rows are united, 6, and of its keys, at least 6.
   int q_shift, k_shift;
-  int share;  // query heads of a KV head
+  int share;           // query heads of a KV head
+  int heads_together;  // heads whose tiles are taken side by side, a divisor of all
 };
 
 struct ForwardParams {
@@ -146,8 +149,8 @@ struct ForwardParams {
   // Sequences with at most so many rows (queries times heads of a KV head) are another kernel's: nothing of
   // theirs is written.
   int skip_rows;
-  // KV heads of whose keys and values the L2 holds all that a sequence may have, a divisor of num_kv_heads.
-  int heads_in_l2;
+  // Of a KV head: so many keys fit in the L2 with their values.
+  int keys_in_l2;
   float softcap;  // 0: none
   bool base2_lse;
   ElementType element;

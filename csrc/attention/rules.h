@@ -95,6 +95,27 @@ PALLAS_ATTN_HOST_DEVICE inline int num_seqs_now(const ForwardParams& params) {
   return at_most(params.num_seqs, at_least(0, now));
 }
 
+// Whether sequences are the rows of a batch as they are, and no tile's keys are split: then nothing is
+// sorted, as all sequences have the same tiles.
+PALLAS_ATTN_HOST_DEVICE inline bool has_equal_sequences(const ForwardParams& params) {
+  return params.q_spans.bounds == nullptr && params.k_spans.bounds == nullptr &&
+         params.block_tables == nullptr && params.max_partials == 0;
+}
+
+// Of a sequence: the tile's queries, `tokens` of them but for the last tile, and the key tiles that they see.
+PALLAS_ATTN_HOST_DEVICE inline WorkItem item_of(const Sequence& sequence, const Window& window, int seq,
+                                                int tile, int tokens, int keys) {
+  WorkItem item = {seq, tile * tokens, 0, 0, 0, -1, -1};
+  item.tokens = at_most(tokens, sequence.q_len - item.token);
+  const int place = item.token + sequence.offset;
+  const int begin = window.begin(place), end = window.end(place + item.tokens - 1, sequence.k_len);
+  if (begin < end) {
+    item.first_key = begin / keys;
+    item.num_keys = ceil_div(end, keys) - item.first_key;
+  }
+  return item;
+}
+
 // Tokens may be no sequence's where those lie end to end.
 PALLAS_ATTN_HOST_DEVICE inline int padding_seqs(const ForwardParams& params) {
   return params.q_spans.bounds != nullptr && params.q_spans.step == 1 ? 2 : 0;

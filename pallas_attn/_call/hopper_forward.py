@@ -119,7 +119,7 @@ def forward(
     ffi.register()
     batch = query.shape[0]
     tokens, heads = (query.shape[2], query.shape[1]) if query_heads_first else query.shape[1:3]
-    kv_tokens, kv_heads = (key.shape[2], key.shape[1]) if key_heads_first else key.shape[1:3]
+    kv_heads = key.shape[1 if key_heads_first else 2]
     num_seqs = sequences.count(batch)
     tile_tokens = TILE_ROWS // (heads // kv_heads)
     max_items = batch * (tokens // tile_tokens + 1)
@@ -134,8 +134,6 @@ def forward(
     narrow = max(query.shape[-1], value.shape[-1]) <= NARROW_HEAD_DIM
     most_rows = NARROW_TILE_ROWS if narrow else TILE_ROWS
     nothing = jnp.zeros(0, jnp.int32)
-    if sequences.block_tables is not None:
-        kv_tokens *= sequences.block_tables.shape[1]
     before_kept = 18
     call = jax.ffi.ffi_call(
         TARGET,
@@ -196,9 +194,7 @@ def forward(
         bounds_step=np.int64(3 if documents else 1),
         seqs=np.int64(num_seqs),
         skip_rows=np.int64(skip_rows),
-        heads_in_l2=np.int64(
-            heads_in_l2(kv_heads, kv_tokens * (key.shape[-1] + value.shape[-1]) * key.dtype.itemsize)
-        ),
+        keys_in_l2=np.int64(L2_BYTES // ((key.shape[-1] + value.shape[-1]) * key.dtype.itemsize)),
         softcap=np.float32(softcap or 0.0),
     )
     return (out, lse, rest, low) if keep else (out, lse)

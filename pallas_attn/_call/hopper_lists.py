@@ -113,7 +113,7 @@ def forward(
         bounds, right, rows = (nothing, nothing), -1, lists.blocks.shape[2]
         arrays = (lists.blocks, lists.ends, lists.first_bits, lists.bits, nothing)
     uniting = list_heads if lists.block_q < TILE else 0
-    bytes_of_head = kv_tokens * (key.shape[-1] + value.shape[-1]) * key.dtype.itemsize
+    bytes_of_head = batch * kv_tokens * (key.shape[-1] + value.shape[-1]) * key.dtype.itemsize
     call = jax.ffi.ffi_call(
         TARGET,
         (
@@ -141,7 +141,7 @@ def forward(
         block_q=np.int64(lists.block_q),
         block_kv=np.int64(lists.block_kv),
         skip_rows=np.int64(skip_rows),
-        heads_in_l2=np.int64(heads_in_l2(kv_heads, bytes_of_head) * (heads // kv_heads)),
+        heads_together=np.int64(heads_in_l2(kv_heads, bytes_of_head) * (heads // kv_heads)),
         softcap=np.float32(softcap or 0.0),
     )
     return (out, lse, rest, low) if keep else (out, lse)

@@ -39,7 +39,7 @@ void run(ForwardParams& params, const Call& call) {
     stand_in::run_grid(dim3(ceil_div(warps, kUniteWarps)), 1, [&] { unite_kernel(params.lists); });
   }
   constexpr int kOrdering = 128;  // threads, fewer than on the device
-  params.heads_in_l2 = call.heads_together;
+  params.lists.heads_together = call.heads_together;
   params.max_items = call.max_items;
   std::vector<WorkItem> items(call.max_items);
   std::vector<OrderScratch<kOrdering>> scratch(ordering_ctas(params));

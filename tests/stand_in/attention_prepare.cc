@@ -14,7 +14,8 @@ alignas(1024) char shared_memory[stand_in::kSharedBytes];
 struct Call {
   int num_seqs, tokens, group, kv_heads, page_size, max_pages;
   int max_items, max_partials;
-  int tile_tokens, tile_keys, ctas;
+  int tile_tokens, tile_keys, ctas, keys_in_l2;
+  int kv_len;  // rows of so many keys and `tokens` queries; 0: pages
 };
 
 }  // namespace
@@ -30,15 +31,19 @@ int main() {
   int window[2] = {-1, 0};
   Counters counters = {};
   ForwardParams params = {};
-  params.q_spans = {bounds.data(), 1};
-  params.seq_lens = lengths.data(), params.window = window;
-  params.block_tables = lengths.data();  // not looked at
-  params.batch = 1, params.q_len = call.tokens, params.group = call.group,
+  params.window = window;
+  if (call.kv_len == 0) {
+    params.q_spans = {bounds.data(), 1};
+    params.seq_lens = lengths.data();
+    params.block_tables = lengths.data();  // not looked at
+  }
+  params.kv_len = call.kv_len;
+  params.batch = call.kv_len > 0 ? call.num_seqs : 1, params.q_len = call.tokens, params.group = call.group,
   params.num_kv_heads = call.kv_heads;
-  params.num_seqs = params.seqs_per_batch = call.num_seqs;
+  params.num_seqs = call.num_seqs, params.seqs_per_batch = call.num_seqs / params.batch;
   params.page_size = call.page_size, params.max_pages = call.max_pages;
   params.ends_aligned = true;
-  params.heads_in_l2 = call.kv_heads;
+  params.keys_in_l2 = call.keys_in_l2;
   params.max_items = call.max_items, params.max_partials = call.max_partials;
   params.items = items.data(), params.split_tiles = split_tiles.data(), params.first_tile = first_tile.data();
   params.counters = &counters;

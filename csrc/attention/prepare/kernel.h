@@ -28,6 +28,7 @@ struct Scratch {
   int counts[kBuckets], starts[kBuckets];
   int costs[kCandidates];
   int partials, split_tiles;
+  int keys;          // of all sequences, each of which counts no more than fit in the L2
   int first_tile[];  // [sequences + 1]: tiles in front of each
 };
 
@@ -48,14 +49,7 @@ struct Batch {
 
   __device__ WorkItem item(const Window& window, int seq, int tile) const {
     const Sequence sequence(params, seq, num_seqs);
-    WorkItem item = {seq, tile * tiling.tokens, 0, 0, 0, -1, -1};
-    item.tokens = min(tiling.tokens, sequence.q_len - item.token);
-    const int place = item.token + sequence.offset;
-    const int begin = window.begin(place), end = window.end(place + item.tokens - 1, sequence.k_len);
-    if (begin < end) {
-      item.first_key = begin / tiling.keys;
-      item.num_keys = ceil_div(end, tiling.keys) - item.first_key;
-    }
+    WorkItem item = item_of(sequence, window, seq, tile, tiling.tokens, tiling.keys);
     if (sequence.q_mixed && !holds(sequence, item)) item.tokens = 0;
     return item;
   }
@@ -93,24 +87,56 @@ __device__ int cost_of(const ForwardParams& params, const int* counts, int longe
          (partials > 0 ? kMergeCost : 0);
 }
 
-// All KV heads side by side balance best; some at a time read keys from the L2, where the call is long enough
-// for the last of them to be begun in time.
-__device__ int heads_together(const ForwardParams& params, int64_t work, int longest, int ctas) {
-  int together = params.heads_in_l2;
-  while (together < params.num_kv_heads && work * together < int64_t{2} * longest * ctas) {
-    together = params.num_kv_heads % (2 * together) == 0 ? 2 * together : params.num_kv_heads;
+// All side by side balance best; some at a time read keys from the L2, where the call is long enough for the
+// last of them to be begun in time. `work`: key tiles of one.
+__device__ bool lasts(int64_t work, int longest, int ctas) { return work >= int64_t{2} * longest * ctas; }
+
+// Of `all`, each of which reads so many keys several times: a divisor.
+__device__ int together_of(const ForwardParams& params, int all, int64_t keys, int64_t work, int longest,
+                           int ctas) {
+  int together = all;
+  while (together > 1 && together * keys > params.keys_in_l2) {
+    const int fewer = together % 2 == 0 ? together / 2 : 1;
+    if (!lasts(work * fewer, longest, ctas)) break;
+    together = fewer;
   }
   return together;
+}
+
+// Equal sequences: how many pairs of one and a KV head are taken side by side.
+__device__ void prepare_equal(const ForwardParams& params, const Batch& batch, const Window& window,
+                              const Team& team, Scratch& scratch) {
+  const int tiles = batch.tiles_of(0);
+  int own_work = 0, own_longest = 0;
+  for (int tile = threadIdx.x; tile < tiles; tile += kThreads) {
+    const int keys = batch.item(window, 0, tile).num_keys;
+    own_work += keys;
+    own_longest = max(own_longest, keys);
+  }
+  const int64_t work = team.prefix_sum(kThreads, [&](int) { return own_work; }, scratch.starts).sum;
+  const int longest = team.prefix_sum(kThreads, [&](int) { return own_longest; }, scratch.starts).most;
+  const int pairs = params.num_seqs * params.num_kv_heads;
+  const int together = together_of(params, pairs, params.kv_len, work, longest, batch.tiling.ctas);
+  if (threadIdx.x == 0) *params.counters = {0, tiles * params.num_seqs, 0, together};
 }
 
 __device__ __forceinline__ void prepare(const ForwardParams& params, const Tiling& tiling, Scratch& scratch) {
   const Team team(scratch.team);
   const Batch batch = {params, tiling, num_seqs_now(params)};
   const Window window(params);
+  if (has_equal_sequences(params)) return prepare_equal(params, batch, window, team, scratch);
   const int seqs = batch.num_seqs + padding_seqs(params);
 
   int* const first_tile = params.first_tile != nullptr ? params.first_tile : scratch.first_tile;
-  int tiles = team.prefix_sum(seqs, [&](int seq) { return batch.tiles_of(seq); }, first_tile).sum;
+  if (threadIdx.x == 0) scratch.keys = 0;
+  int keys = 0;  // that several tiles read
+  const auto tiles_of = [&](int seq) {
+    const int tiles = batch.tiles_of(seq);
+    if (tiles > 1) keys += min(Sequence(params, seq, batch.num_seqs).k_len, params.keys_in_l2);
+    return tiles;
+  };
+  int tiles = team.prefix_sum(seqs, tiles_of, first_tile).sum;
+  if (keys > 0) atomicAdd(&scratch.keys, keys);
   // Lengths that lie end to end add up to what there is room for; what else may come does not get through.
   // Documents are many, with tiles that overlap, of which those that hold some of their queries count.
   if (params.q_spans.step != kDocumentStep) tiles = min(tiles, params.max_items - params.max_partials);
@@ -133,7 +159,7 @@ __device__ __forceinline__ void prepare(const ForwardParams& params, const Tilin
   const int work = team.prefix_sum(kBuckets, load_of, scratch.starts).sum;
   const auto length_of = [&](int bucket) { return scratch.counts[bucket] > 0 ? keys_of(bucket) : 0; };
   int longest = max(team.prefix_sum(kBuckets, length_of, scratch.starts).most, 1);
-  const int together = heads_together(params, work, longest, tiling.ctas);
+  const int together = together_of(params, params.num_kv_heads, scratch.keys, work, longest, tiling.ctas);
 
   bool splits = false;
   if (params.max_partials > 0) {

@@ -21,7 +21,7 @@ struct OrderScratch {
 // CTAs that do so: one for some heads, those that are worked on side by side, or for lists that all heads
 // have in common.
 PALLAS_ATTN_HOST_DEVICE inline int ordering_ctas(const ForwardParams& params) {
-  return params.lists.heads > 1 ? params.num_heads / params.heads_in_l2 : 1;
+  return params.lists.heads > 1 ? params.num_heads / params.lists.heads_together : 1;
 }
 
 // About how many blocks of 64 keys the item's list names. What is in the list, whoever works on it looks at.
@@ -40,7 +40,8 @@ __device__ void order_lists(const ForwardParams& params, OrderScratch<kThreads>&
   const BlockTeam<kThreads, false> team(scratch.team);
   const int num_seqs = params.num_seqs, seqs = num_seqs + padding_seqs(params);
   const bool of_heads = params.lists.heads > 1;
-  const int heads = of_heads ? params.heads_in_l2 : 1, first_head = static_cast<int>(blockIdx.x) * heads;
+  const int heads = of_heads ? params.lists.heads_together : 1,
+            first_head = static_cast<int>(blockIdx.x) * heads;
 
   const auto tiles_of = [&](int seq) {
     const ListedSequence sequence(params, seq, num_seqs);
@@ -71,7 +72,7 @@ __device__ void order_lists(const ForwardParams& params, OrderScratch<kThreads>&
     items[atomicAdd(&scratch.starts[bucket_of(item.num_keys)], 1)] = item;
   });
   if (threadIdx.x == 0 && blockIdx.x == 0) {
-    *params.counters = {0, tiles * params.lists.heads, 0, of_heads ? 1 : params.heads_in_l2};
+    *params.counters = {0, tiles * params.lists.heads, 0, of_heads ? 1 : params.lists.heads_together};
   }
 }
 

@@ -34,7 +34,7 @@ class Scout {
     ptx::wait_for_previous_kernel();
     // Written by the kernel in front, so not through the cache for constants.
     const int items = __ldcg(&params_.counters->items);
-    const int together = __ldcg(&params_.counters->heads_together);
+    const int together = __ldcg(&params_.counters->together);
     // Where heads have lists of their own, work items are of one head.
     const bool of_heads = Shape::kListed && params_.lists.heads > 1;
     const int total = of_heads ? items : items * params_.num_kv_heads;
@@ -74,6 +74,8 @@ class Scout {
   // Whether there is something to compute.
   __device__ bool find(int index, int items, int together, int num_seqs, const Window& window,
                        Told& tile) const {
+    if (!Shape::kListed && has_equal_sequences(params_))
+      return find_equal(index, items, together, window, tile);
     const int turn = index / together;
     const WorkItem item = load_item(params_.items + turn % items);
     tile.kv_head = turn / items * together + index % together;
@@ -82,6 +84,19 @@ class Scout {
     } else {
       return find_in_line(item, num_seqs, window, tile);
     }
+  }
+
+  // Pairs of a sequence and a KV head, `together` at a time, tile by tile: the last ones first, which see
+  // most keys where masks are causal.
+  __device__ __forceinline__ bool find_equal(int index, int items, int together, const Window& window,
+                                             Told& tile) const {
+    const int heads = params_.num_kv_heads, tiles = items / params_.num_seqs;
+    const int first = index / (together * tiles) * together, within = index - first * tiles;
+    const int pair = first + within % together, seq = pair / heads;
+    tile.kv_head = pair % heads;
+    const WorkItem item = item_of(Sequence(params_, seq, params_.num_seqs), window, seq,
+                                  tiles - 1 - within / together, Shape::kRows / params_.group, Shape::kKeys);
+    return find_in_line(item, params_.num_seqs, window, tile);
   }
 
   // All keys from the first to the last that is seen.
