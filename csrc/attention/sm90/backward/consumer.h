@@ -54,16 +54,26 @@ class Consumer {
       wait_for_queries();
       issue_scores(rS);
       wait_until_full(smem_.values, tiles_);
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_touch(rS);
-      weigh(rS);
-      mask(rS, query_);
-      if (left_ > 1) {
-        run<true, false>(rdK, rdV, rS);
-        while (left_ > 1) run<false, false>(rdK, rdV, rS);
-        run<false, true>(rdK, rdV, rS);
+      if constexpr (kParts == 1) {
+        float rdP[kPairs];
+        zero(rdK);
+        zero(rdV);
+        begin_d_weights(rdP);
+        weigh_step(rS, rdP);
+        while (left_ > 1) run<false>(rdK, rdV, rS, rdP);
+        run<true>(rdK, rdV, rS, rdP);
       } else {
-        run<true, true>(rdK, rdV, rS);
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_touch(rS);
+        weigh(rS);
+        mask(rS, query_);
+        if (left_ > 1) {
+          run_halves<true, false>(rdK, rdV, rS);
+          while (left_ > 1) run_halves<false, false>(rdK, rdV, rS);
+          run_halves<false, true>(rdK, rdV, rS);
+        } else {
+          run_halves<true, true>(rdK, rdV, rS);
+        }
       }
       store(rdK, rdV);
       release(&smem_.told.empty[told().stage()][0], thread_);
@@ -76,7 +86,7 @@ class Consumer {
   static constexpr int kPairs = accumulators(kFragmentRows);  // of a part's scores
   static constexpr int kQuerySteps = kFragmentRows / kStepDims;
   // Of rows' numbers, loaded early in a step of one part: all deltas, and a quarter of the log-sum-exps.
-  static constexpr int kDeltas = kPairs / 8, kLses = kPairs / 16;
+  static constexpr int kDeltas = kPairs / 8, kLses = kPairs / 4;
   static constexpr int kKeyGradient = accumulators(Shape::kDim),
                        kValueGradient = accumulators(Shape::kValueDim);
   static constexpr uint32_t kKeyPieceBytes = Shape::kKeys * kRowBytes;
@@ -85,55 +95,69 @@ class Consumer {
   __device__ __forceinline__ Place<kToldTiles> told() const { return {tiles_}; }
   __device__ __forceinline__ int keys_stage() const { return Place<Shape::kKeyStages>{tiles_}.stage(); }
 
-  // A step, whose weights are there, up to the next one's.
-  template <bool kFirst, bool kLast>
+  // A step, whose weights and gradients of scores are there, up to the next one's. No product is under way
+  // where the loop turns.
+  template <bool kLast>
   __device__ __forceinline__ void run(float (&rdK)[kKeyGradient], float (&rdV)[kValueGradient],
-                                      float (&rS)[kPairs]) {
-    if constexpr (kParts == 2) return run_halves<kFirst, kLast>(rdK, rdV, rS);
-    const int step = steps_, query = query_;
-    float rdP[kPairs];
-    uint32_t rA[kQuerySteps][4];  // weights, then gradients of scores: what meets queries
+                                      float (&rS)[kPairs], float (&rdP)[kPairs]) {
+    const int step = steps_;
+    uint32_t rP[kQuerySteps][4], rdS[kQuerySteps][4];
+    pack<Element>(rS, rP);
+    pack<Element>(rdP, rdS);
+    d_queries_.write_d_scores(rdS, step);
+    issue_d_values(rdV, rP, false);
+    d_queries_.tell_d_scores(step);
+    issue_d_keys(rdK, rdS, step, false);
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_touch(rdV);
+    ptx::wgmma_touch(rP);
+    release(&smem_.outs.empty[Place<Shape::kOutStages>{step}.stage()][0], thread_);
+    typename QueryGradient<Element, Shape>::Own rdQ;
+    d_queries_.issue(rdQ, step, keys_stage());
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_touch(rdK);
+    ptx::wgmma_touch(rdS);
+    release(&smem_.queries.empty[Place<Shape::kQueryStages>{step}.stage()][0], thread_);
+    advance();
+    if constexpr (kLast) {
+      ptx::wgmma_wait<0>();
+      release(&smem_.keys.empty[keys_stage()][0], thread_);
+      d_queries_.put(rdQ, step);
+      d_queries_.tell_sums(step);
+    } else {
+      wait_for_queries();
+      ptx::wgmma_claim(rS);
+      issue_scores(rS);
+      ptx::wgmma_wait<1>();
+      d_queries_.put(rdQ, step);
+      begin_d_weights(rdP);
+      d_queries_.tell_sums(step);
+      weigh_step(rS, rdP);
+    }
+  }
+
+  __device__ __forceinline__ void begin_d_weights(float (&rdP)[kPairs]) {
     wait_for_outs();
     ptx::wgmma_claim(rdP);
     issue_d_weights(rdP);
-    pack<Element>(rS, rA);
-    issue_d_values(rdV, rA, kFirst);
-    const Early<kQueries, kDeltas, 0> deltas(numbers(step));
+  }
+  // Scores become weights, and gradients of weights those of scores: both are asked for.
+  __device__ __forceinline__ void weigh_step(float (&rS)[kPairs], float (&rdP)[kPairs]) {
+    wait_until_full(smem_.numbers, steps_);
+    const Early<kQueries, 0, kLses> lses(numbers(steps_));
     ptx::wgmma_wait<1>();
+    ptx::wgmma_touch(rS);
+    tilt(rS);
+    weighing_.weigh(rS, lses);
+    ptx::wgmma_touch(rS);
+    const Early<kQueries, kDeltas, 0> deltas(numbers(steps_));
+    ptx::wgmma_wait<0>();
     ptx::wgmma_touch(rdP);
-    if constexpr (kLast) release(&smem_.values.empty[0][0], thread_);
+    if (left_ == 1) release(&smem_.values.empty[0][0], thread_);
     weighing_.differentiate(rS, rdP, deltas);
-    release(&smem_.numbers.empty[Place<Shape::kRowStages>{step}.stage()][0], thread_);
-    advance();
-    if constexpr (!kLast) {
-      wait_for_queries();
-      issue_scores(rS);
-    }
-    ptx::wgmma_wait<kLast ? 0 : 1>();
-    ptx::wgmma_touch(rdV);
-    ptx::wgmma_touch(rA);
-    release(&smem_.outs.empty[Place<Shape::kOutStages>{step}.stage()][0], thread_);
-    mask(rdP, query);
-    pack<Element>(rdP, rA);
-    d_queries_.write_d_scores(rA, step);
-    d_queries_.tell_d_scores(step);
-    if constexpr (!kLast) wait_until_full(smem_.numbers, steps_);
-    const Early<kQueries, 0, kLast ? 0 : kLses> lses(numbers(steps_));
-    // That of the step before: the other warpgroup's gradients of scores are there.
-    typename QueryGradient<Element, Shape>::Own rdQ;
-    if constexpr (!kFirst) d_queries_.issue(rdQ, step - 1, keys_stage());
-    issue_d_keys(rdK, rA, step, kFirst);
-    if constexpr (!kLast) {
-      ptx::wgmma_wait<kFirst ? 1 : 2>();
-      ptx::wgmma_touch(rS);
-      tilt(rS);
-      weighing_.weigh(rS, lses);
-    }
-    if constexpr (!kFirst) {
-      ptx::wgmma_wait<1>();
-      d_queries_.put(rdQ, step - 1);
-    }
-    end_step<kLast>(rdK, rA, rS, rdQ, step);
+    release(&smem_.numbers.empty[Place<Shape::kRowStages>{steps_}.stage()][0], thread_);
+    mask(rS, query_);
+    clear_unweighed(rdP, rS, query_);
   }
 
   // The same of a step of two parts: the second one's scores are issued behind what the first one's meet, and
@@ -177,6 +201,7 @@ class Consumer {
     if constexpr (!kFirst) {
       ptx::wgmma_wait<2>();
       d_queries_.put(rdQ, step - 1);
+      d_queries_.tell_sums(step - 1);
     }
     ptx::wgmma_wait<1>();
     ptx::wgmma_touch(rdP);
@@ -221,9 +246,16 @@ class Consumer {
       ptx::wgmma_wait<0>();
       release(&smem_.keys.empty[keys_stage()][0], thread_);
       d_queries_.put(rdQ, step);
+      d_queries_.tell_sums(step);
     } else {
       mask(rS, query_);  // here registers are free
     }
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ static void zero(float (&d)[kCount]) {
+#pragma unroll
+    for (float& x : d) x = 0.0f;
   }
 
   // Waits for a key tile; false if there are no more.

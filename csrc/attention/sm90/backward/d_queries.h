@@ -125,8 +125,10 @@ class QueryGradient {
         store(Shape::kDim + warpgroup_ * (kCountColumns / Shape::kMath), own.counts + i * 2);
       }
     }
+  }
+  __device__ __forceinline__ void tell_sums(int of_step) {
     ptx::fence_async_shared();
-    release(&smem_.added.full[Place<Shape::kSumStages>{part}.stage()][0], thread_);
+    release(&smem_.added.full[Place<Shape::kSumStages>{own_part(of_step)}.stage()][0], thread_);
   }
 
  private:
