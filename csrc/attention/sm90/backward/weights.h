@@ -110,10 +110,19 @@ class Weighing {
     }
   }
 
+  // By a soft cap: scores become the hyperbolic tangent of what it makes of them, by exponentials: the hardware's
+  // is exact to 2^-11 only.
+  template <int kPairs>
+  __device__ __forceinline__ void cap(float (&rS)[kPairs]) const {
+    if (!capped()) return;
+    const float twice2 = 2.0f * kLog2E * params_.scale / params_.softcap;
+#pragma unroll
+    for (float& x : rS) x = 1.0f - __fdividef(2.0f, exp2_fast(fminf(x * twice2, 126.0f)) + 1.0f);
+  }
+
   // Scores become weights.
   template <typename Numbers, int kPairs>
   __device__ __forceinline__ void weigh(float (&rS)[kPairs], const Numbers& numbers) const {
-    if (capped()) cap(rS, 2.0f * kLog2E * params_.scale / params_.softcap);
 #pragma unroll
     for (int r = 0; r < kPairs; r += 4) {
       float maximum[2], rest[2];
@@ -137,16 +146,6 @@ class Weighing {
 #pragma unroll
       for (int j = r; j < r + 4; ++j) rdP[j] = rS[j] * (rdP[j] - delta[Numbers::which(j)]);
     }
-    if (capped()) bend(rS, rdP, numbers);
-  }
-
- private:
-  // Scores become the hyperbolic tangent of what the soft cap makes of them, by exponentials: the hardware's
-  // is exact to 2^-11 only. `twice2` makes twice the argument, base 2.
-  template <int kPairs>
-  __device__ __forceinline__ static void cap(float (&rS)[kPairs], float twice2) {
-#pragma unroll
-    for (float& x : rS) x = 1.0f - __fdividef(2.0f, exp2_fast(fminf(x * twice2, 126.0f)) + 1.0f);
   }
 
   // Gradients of capped scores become those of scores: times one less the square of what was capped, which is
@@ -154,6 +153,7 @@ class Weighing {
   template <typename Numbers, int kPairs>
   __device__ __forceinline__ void bend(const float (&rS)[kPairs], float (&rdP)[kPairs],
                                        const Numbers& numbers) const {
+    if (!capped()) return;
     const float inverse = 1.0f / factor_;
 #pragma unroll
     for (int r = 0; r < kPairs; r += 4) {
@@ -168,6 +168,7 @@ class Weighing {
     }
   }
 
+ private:
   const BackwardParams& params_;
   const float factor_;
 };

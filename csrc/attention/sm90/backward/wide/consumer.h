@@ -139,12 +139,14 @@ class Consumer {
     if constexpr (!Pass::kDifferentiates) {
       release(&smem_.qk_met.empty[Place<Pass::kQkStages>{steps_}.stage()][0], thread_);
     }
+    weighing_.cap(rS);
     weighing_.weigh(rS, numbers);
     if constexpr (Pass::kDifferentiates) {
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(rdP);
       release(&smem_.vo_met.empty[Place<Pass::kVoStages>{steps_}.stage()][0], thread_);
       weighing_.differentiate(rS, rdP, numbers);
+      weighing_.bend(rS, rdP, numbers);
       mask(rdP);
       pack<Element>(rdP, rA);
       if constexpr (Pass::kHoldsQueries) count(rA);
