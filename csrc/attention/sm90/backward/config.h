@@ -51,11 +51,9 @@ struct ShapeOf {
   static constexpr int kKeyStages = kDim <= 64 ? 2 : 1;
   // A step's queries and gradients of out are asked for when those of the step before the last are done with.
   static constexpr int kQueryStages = 2, kOutStages = 2;
-  // Of gradients of scores: with two, those of the step before have been read by both when one is written.
-  static constexpr int kScoreStages = kParts == 1 ? 2 : 1;
   // Of parts' gradients, which wait for the tiles before to add theirs; and barriers, of which an adder has
   // its own.
-  static constexpr int kSums = kParts == 1 ? 1 : 3, kSumStages = kSums * kAdders;
+  static constexpr int kSums = kParts == 1 ? 2 : 3, kSumStages = kSums * kAdders;
 
   static constexpr int kConsumerThreads = kMath * kWarpgroupThreads;
   static constexpr int kConsumerWarps = kConsumerThreads / 32;

@@ -74,8 +74,6 @@ class Consumer {
   static constexpr int kQueries = Shape::kQueries;
   static constexpr int kPairs = accumulators(kQueries);  // of a step's scores
   static constexpr int kQuerySteps = kQueries / kStepDims;
-  // Of rows' numbers, loaded early: log-sum-exps beside the last products, deltas beside weights.
-  static constexpr int kLses = 4, kDeltas = 4;
   static constexpr int kKeyGradient = accumulators(Shape::kDim),
                        kValueGradient = accumulators(Shape::kValueDim);
   static constexpr uint32_t kKeyPieceBytes = Shape::kKeys * kRowBytes;
@@ -92,9 +90,9 @@ class Consumer {
                                       uint32_t (&rdS)[kQuerySteps][4]) {
     const int step = steps_;
     float rS[kPairs], rdP[kPairs];
-    d_queries_.write_d_scores(rdS, step);
+    d_queries_.write_d_scores(rdS);
     add_product<Element, kQueryPieceBytes>(rdV, rP, outs(step), false);
-    d_queries_.tell_d_scores(step);
+    d_queries_.tell_d_scores();
     add_product<Element, kQueryPieceBytes>(rdK, rdS, queries(step), false);
     ptx::wgmma_wait<1>();
     ptx::wgmma_touch(rdV);
@@ -138,19 +136,22 @@ class Consumer {
   template <bool kPlain>
   __device__ __forceinline__ void weigh(float (&rS)[kPairs], float (&rdP)[kPairs],
                                         uint32_t (&rP)[kQuerySteps][4], uint32_t (&rdS)[kQuerySteps][4]) {
-    const Early<kQueries, 0, kLses> lses(numbers(steps_));
+    const OfColumns<kQueries> numbers(smem_.rows[Place<Shape::kOutStages>{steps_}.stage()], thread_,
+                                      weighing_.factor());
     ptx::wgmma_wait<1>();
     ptx::wgmma_touch(rS);
     if constexpr (!kPlain) tilt(rS);
     if constexpr (!kPlain) weighing_.cap(rS);
-    weighing_.weigh(rS, lses);
+    weighing_.weigh(rS, numbers);
     ptx::wgmma_touch(rS);
-    const Early<kQueries, kDeltas, 0> deltas(numbers(steps_));
+    const Handed<kQueries> deltas(numbers);
+    // Not later: without a branch here the compiler would have weights wait for what comes next.
+    d_queries_.wait_for_room(steps_);
     ptx::wgmma_wait<0>();
     ptx::wgmma_touch(rdP);
     if (left_ == 1) release(&smem_.values.empty[0][0], thread_);
     weighing_.differentiate(rS, rdP, deltas);
-    if constexpr (!kPlain) weighing_.bend(rS, rdP, numbers(steps_));
+    if constexpr (!kPlain) weighing_.bend(rS, rdP, numbers);
     if constexpr (!kPlain) mask(rS, rdP);
     pack<Element>(rS, rP);
     pack<Element>(rdP, rdS);
@@ -229,9 +230,6 @@ class Consumer {
     for (int r = 0; r < kPairs; ++r) rdP[r] = rS[r] == 0.0f ? 0.0f : rdP[r];
   }
 
-  __device__ __forceinline__ OfColumns<kQueries> numbers(int step) const {
-    return {smem_.rows[Place<Shape::kOutStages>{step}.stage()], at_};
-  }
   __device__ __forceinline__ void tilt(float (&rS)[kPairs]) const {
     if (!weighing_.tilted()) return;
     const Tile& tile = smem_.tiles[told().stage()];

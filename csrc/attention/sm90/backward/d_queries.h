@@ -35,30 +35,31 @@ class QueryGradient {
         own_column_(Shape::kOwnPart ? 0 : warpgroup * Shape::kOwnDims),
         at_(thread) {}
 
+  // Before a step's are written: both have multiplied those of the step before.
+  __device__ __forceinline__ void wait_for_room(int step) { wait_until_empty(smem_.scores, step); }
+
   // Lane l addresses what becomes row l % 8 of matrix l / 8; matrices 0 and 1 are the first eight queries of
   // a step of 16 by the warp's keys, 2 and 3 the others.
-  __device__ __forceinline__ void write_d_scores(const uint32_t (&rdS)[kQuerySteps][4], int step) {
-    // Of two, the other warpgroup has told of the step before, behind its product with this one.
-    if constexpr (Shape::kScoreStages == 1) wait_until_empty(smem_.scores, step);
+  __device__ __forceinline__ void write_d_scores(const uint32_t (&rdS)[kQuerySteps][4]) {
     const int lane = thread_ % 32, row = lane % 8 + lane / 16 * 8;
     const int chunk = at_.warp * 2 + lane / 8 % 2;
     const uint32_t to =
-        ptx::shared_address(smem_.sdS[stage(step)][0][warpgroup_][row]) + ((chunk ^ lane % 8) << 4);
+        ptx::shared_address(smem_.sdS[0][warpgroup_][row]) + ((chunk ^ lane % 8) << 4);
 #pragma unroll
     for (int i = 0; i < kQuerySteps; ++i) {
       const uint32_t of_part = i / kPartSteps * Shape::kMath * kPieceBytes;
       ptx::store_matrix_x4_transposed(to + of_part + i % kPartSteps * kStepDims * kRowBytes, rdS[i]);
     }
   }
-  __device__ __forceinline__ void tell_d_scores(int step) {
+  __device__ __forceinline__ void tell_d_scores() {
     ptx::fence_async_shared();
-    release(&smem_.scores.full[stage(step)][0], thread_);
+    release(&smem_.scores.full[0][0], thread_);
   }
 
   // The product with keys, and sums of what is multiplied with them.
   __device__ __forceinline__ void issue(Own& own, int of_step, int keys_stage) {
     wait_until_full(smem_.scores, of_step);
-    const uint64_t left = descriptor(smem_.sdS[stage(of_step)][own_part_][0], 0);
+    const uint64_t left = descriptor(smem_.sdS[own_part_][0], 0);
     const auto& keys = smem_.sK[keys_stage][own_column_ / kPieceDims];
     const auto beside = static_cast<uint32_t>(reinterpret_cast<const char*>(&smem_.ones) -
                                               reinterpret_cast<const char*>(&keys));
@@ -96,7 +97,7 @@ class QueryGradient {
     ptx::wgmma_touch(own.d);
     if constexpr (!Shape::kOnesBeside) ptx::wgmma_touch(own.counts);
     const int part = own_part(of_step);
-    if constexpr (Shape::kScoreStages == 1) release(&smem_.scores.empty[stage(of_step)][0], thread_);
+    release(&smem_.scores.empty[0][0], thread_);
     if (part >= Shape::kSums) {
       const Place<Shape::kSumStages> before = {part - Shape::kSums};
       ptx::mbarrier_wait(&smem_.added.empty[before.stage()][0], before.full());
@@ -129,7 +130,6 @@ class QueryGradient {
  private:
   static constexpr uint32_t kPieceBytes = kFragmentRows * kRowBytes;
 
-  __device__ __forceinline__ static int stage(int step) { return Place<Shape::kScoreStages>{step}.stage(); }
   // As counted over all steps, the part of which the warpgroup works out the gradient, or columns of it.
   __device__ __forceinline__ int own_part(int step) const { return step * kParts + own_part_; }
 

@@ -37,7 +37,7 @@ __device__ __forceinline__ void load_rows(const BackwardParams& params, Plan& sm
         const int64_t at = own + max(min(first + i, tile.band.q_len - 1), 0);
         ptx::copy_word_async(lse + TileRows::lse_word(i) * 4, params.maximum + at);
         ptx::copy_word_async(lse + TileRows::lse_word(i) * 4 + 8, params.rest + at);
-        ptx::copy_word_async(delta + TileRows::delta_word(i) * 4, params.delta + at);
+        ptx::copy_word_async(delta + i * 4, params.delta + at);
       }
       if (params.alibi != nullptr && lane == 0) {
         ptx::copy_word_async(ptx::shared_address(&rows.slope),

@@ -21,7 +21,7 @@ struct alignas(1024) SmemPlan {
   QueryPiece sQ[Shape::kQueryStages][Shape::kPieces];
   QueryPiece sdO[Shape::kOutStages][Shape::kValuePieces];
   // Gradients of scores, of a part: queries by keys of a math warpgroup.
-  SwizzledPiece<kFragmentRows> sdS[Shape::kScoreStages][Shape::kParts][Shape::kMath];
+  SwizzledPiece<kFragmentRows> sdS[Shape::kParts][Shape::kMath];
   SwizzledPiece<kStepDims> ones;  // behind the keys, as wgmma's offsets are positive
   alignas(16) float sums[Shape::kSums][kFragmentRows][Shape::kSumColumns];  // parts' gradients of queries
 
@@ -33,7 +33,7 @@ struct alignas(1024) SmemPlan {
   Ring<1, 1, 1> values;
   Ring<Shape::kQueryStages, 1, 1> queries;
   Ring<Shape::kOutStages, 1, 1> outs;      // and `rows`
-  Ring<Shape::kScoreStages, 1, 1> scores;  // their gradients, by both math warpgroups
+  Ring<1, 1, 1> scores;                    // their gradients, by both math warpgroups
   Ring<Shape::kSumStages, 1, 1> added;     // `sums`
 
   __device__ void init() {

@@ -215,9 +215,9 @@ class Consumer {
 
   __device__ __forceinline__ auto numbers() const {
     if constexpr (Pass::kHoldsQueries) {
-      return OfRows(smem_.rows[0], warpgroup_ * kFragmentRows, at_);
+      return OfRows(smem_.rows[0], warpgroup_ * kFragmentRows, at_, weighing_.factor());
     } else {
-      return OfColumns<kMet>(smem_.rows[Place<Plan::kRowStages>{steps_}.stage()], at_);
+      return OfColumns<kMet>(smem_.rows[Place<Plan::kRowStages>{steps_}.stage()], thread_, weighing_.factor());
     }
   }
 
