@@ -61,6 +61,11 @@ __device__ __forceinline__ float another(float x) {
   return x;
 }
 
+__device__ __forceinline__ int another(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Moves registers between warpgroups; every warp of the warpgroup must execute it.
 template <int kCount>
 __device__ __forceinline__ void raise_registers() {

@@ -49,13 +49,11 @@ struct ShapeOf {
 
   // Of keys: a second one where there is room for it, so that tiles follow each other at once.
   static constexpr int kKeyStages = kDim <= 64 ? 2 : 1;
-  // A step's queries are asked for in the middle of the step before and stay to its end, its gradients of out
-  // from there to the middle. Gradients of scores, of a part, stay until those of the next one are there.
-  static constexpr int kQueryStages = kParts == 1 ? 3 : 2, kOutStages = 2, kRowStages = kQueryStages;
-  static constexpr int kScoreStages = kParts + 1;
+  // A step's queries and gradients of out are asked for when those of the step before the last are done with.
+  static constexpr int kQueryStages = 2, kOutStages = 2;
   // Of parts' gradients, which wait for the tiles before to add theirs; and barriers, of which an adder has
   // its own.
-  static constexpr int kSums = kParts == 1 ? 1 : 3, kSumStages = kSums * kAdders;
+  static constexpr int kSums = kParts == 1 ? 2 : 3, kSumStages = kSums * kAdders;
 
   static constexpr int kConsumerThreads = kMath * kWarpgroupThreads;
   static constexpr int kConsumerWarps = kConsumerThreads / 32;

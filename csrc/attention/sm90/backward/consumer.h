@@ -2,13 +2,12 @@
 // queries], so that weights and their gradients meet queries from registers; for the gradient of queries both
 // math warpgroups put theirs into shared memory, and each works out one half of it (d_queries.h).
 //
-// Products are issued before those in front of them are done, so that the tensor cores have some at all
-// times:
+// Products are issued in an order that leaves the tensor cores some at most times, and none where the loop turns:
 //
-//   issued                                    beside them
-//   dP, dV                                    gradients of scores, once dP is there
-//   S of the next step                        gradients of scores to shared memory, once dV is there
-//   dQ, dK                                    weights of the next step; dQ to shared memory
+//   issued                          beside them
+//   dV, dK                          gradients of scores to shared memory, those of the other one awaited
+//   dQ, S of the next step          dQ to shared memory
+//   dP of the next step             weights; then their gradients, once dP is there
 #pragma once
 
 #include "attention/backward_params.h"
@@ -27,7 +26,6 @@ namespace pallas_attn::attention::sm90::backward {
 // Barrier 0 is __syncthreads.
 enum NamedBarrier {
   kCleared = 1,  // what nobody may see, by both math warpgroups
-  kTurn = 2,     // of the first math warpgroup to make weights; behind it the other's
 };
 
 template <typename Element, typename Shape>
@@ -45,38 +43,37 @@ class Consumer {
         d_queries_(smem, warpgroup, thread) {}
 
   __device__ __forceinline__ void work() {
-    if (kParts == 2 && warpgroup_ == 1) ptx::named_barrier_arrive(kTurn, Shape::kConsumerThreads);
+    const bool plain = !weighing_.capped() && !weighing_.tilted();
     for (; open(); ++tiles_) {
-      float rdK[kKeyGradient], rdV[kValueGradient];
-      float rS[kPairs];
+      float rdK[kKeyGradient] = {}, rdV[kValueGradient] = {};
+      uint32_t rP[kQuerySteps][4], rdS[kQuerySteps][4];
       wait_until_full(smem_.keys, tiles_);
       clear_others_keys();
-      wait_for_queries();
-      issue_scores(rS);
-      wait_until_full(smem_.values, tiles_);
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_touch(rS);
-      weigh(rS);
-      mask(rS, query_);
-      if (left_ > 1) {
-        run<true, false>(rdK, rdV, rS);
-        while (left_ > 1) run<false, false>(rdK, rdV, rS);
-        run<false, true>(rdK, rdV, rS);
-      } else {
-        run<true, true>(rdK, rdV, rS);
+      {
+        float rS[kPairs], rdP[kPairs];
+        issue_scores<false>(rS);
+        wait_until_full(smem_.values, tiles_);
+        issue_d_weights<false>(rdP);
+        weigh<false>(rS, rdP, rP, rdS);
       }
+      while (left_ > 1) {
+        // What most steps do not need is kept out of their way: it is three times as much code.
+        if (plain && is_open(next_query())) {
+          run<false, true>(rdK, rdV, rP, rdS);
+        } else {
+          run<false, false>(rdK, rdV, rP, rdS);
+        }
+      }
+      run<true, true>(rdK, rdV, rP, rdS);
       store(rdK, rdV);
       release(&smem_.told.empty[told().stage()][0], thread_);
     }
-    if (kParts == 2 && warpgroup_ == 0) ptx::named_barrier_sync(kTurn, Shape::kConsumerThreads);
   }
 
  private:
-  static constexpr int kQueries = Shape::kQueries, kParts = Shape::kParts;
-  static constexpr int kPairs = accumulators(kFragmentRows);  // of a part's scores
-  static constexpr int kQuerySteps = kFragmentRows / kStepDims;
-  // Of rows' numbers, loaded early in a step of one part: all deltas, and a quarter of the log-sum-exps.
-  static constexpr int kDeltas = kPairs / 8, kLses = kPairs / 16;
+  static constexpr int kQueries = Shape::kQueries;
+  static constexpr int kPairs = accumulators(kQueries);  // of a step's scores
+  static constexpr int kQuerySteps = kQueries / kStepDims;
   static constexpr int kKeyGradient = accumulators(Shape::kDim),
                        kValueGradient = accumulators(Shape::kValueDim);
   static constexpr uint32_t kKeyPieceBytes = Shape::kKeys * kRowBytes;
@@ -85,145 +82,79 @@ class Consumer {
   __device__ __forceinline__ Place<kToldTiles> told() const { return {tiles_}; }
   __device__ __forceinline__ int keys_stage() const { return Place<Shape::kKeyStages>{tiles_}.stage(); }
 
-  // A step, whose weights are there, up to the next one's.
-  template <bool kFirst, bool kLast>
+  // A step, whose weights and gradients of scores are there, up to the next one's, of which all pairs count if
+  // it is plain.
+  template <bool kLast, bool kPlain>
   __device__ __forceinline__ void run(float (&rdK)[kKeyGradient], float (&rdV)[kValueGradient],
-                                      float (&rS)[kPairs]) {
-    if constexpr (kParts == 2) return run_halves<kFirst, kLast>(rdK, rdV, rS);
-    const int step = steps_, query = query_;
-    float rdP[kPairs];
-    uint32_t rA[kQuerySteps][4];  // weights, then gradients of scores: what meets queries
-    wait_for_outs();
-    ptx::wgmma_claim(rdP);
-    issue_d_weights(rdP);
-    pack<Element>(rS, rA);
-    issue_d_values(rdV, rA, kFirst);
-    const Early<kQueries, kDeltas, 0> deltas(numbers(step));
+                                      uint32_t (&rP)[kQuerySteps][4],
+                                      uint32_t (&rdS)[kQuerySteps][4]) {
+    const int step = steps_;
+    float rS[kPairs], rdP[kPairs];
+    d_queries_.write_d_scores(rdS);
+    add_product<Element, kQueryPieceBytes>(rdV, rP, outs(step), false);
+    d_queries_.tell_d_scores();
+    add_product<Element, kQueryPieceBytes>(rdK, rdS, queries(step), false);
     ptx::wgmma_wait<1>();
-    ptx::wgmma_touch(rdP);
-    if constexpr (kLast) release(&smem_.values.empty[0][0], thread_);
-    weighing_.differentiate(rS, rdP, deltas);
-    release(&smem_.numbers.empty[Place<Shape::kRowStages>{step}.stage()][0], thread_);
-    advance();
-    if constexpr (!kLast) {
-      wait_for_queries();
-      issue_scores(rS);
-    }
-    ptx::wgmma_wait<kLast ? 0 : 1>();
     ptx::wgmma_touch(rdV);
-    ptx::wgmma_touch(rA);
+    ptx::wgmma_touch(rP);
     release(&smem_.outs.empty[Place<Shape::kOutStages>{step}.stage()][0], thread_);
-    mask(rdP, query);
-    pack<Element>(rdP, rA);
-    d_queries_.write_d_scores(rA, step);
-    d_queries_.tell_d_scores(step);
-    if constexpr (!kLast) wait_until_full(smem_.numbers, steps_);
-    const Early<kQueries, 0, kLast ? 0 : kLses> lses(numbers(steps_));
-    // That of the step before: the other warpgroup's gradients of scores are there.
     typename QueryGradient<Element, Shape>::Own rdQ;
-    if constexpr (!kFirst) d_queries_.issue(rdQ, step - 1, keys_stage());
-    issue_d_keys(rdK, rA, step, kFirst);
-    if constexpr (!kLast) {
-      ptx::wgmma_wait<kFirst ? 1 : 2>();
-      ptx::wgmma_touch(rS);
-      tilt(rS);
-      weighing_.weigh(rS, lses);
-    }
-    if constexpr (!kFirst) {
-      ptx::wgmma_wait<1>();
-      d_queries_.put(rdQ, step - 1);
-    }
-    end_step<kLast>(rdK, rA, rS, rdQ, step);
-  }
-
-  // The same of a step of two parts: the second one's scores are issued behind what the first one's meet, and
-  // so are those of the next step behind the second one's.
-  template <bool kFirst, bool kLast>
-  __device__ __forceinline__ void run_halves(float (&rdK)[kKeyGradient], float (&rdV)[kValueGradient],
-                                             float (&rS)[kPairs]) {
-    const int step = steps_, query = query_;
-    float rT[kPairs], rdP[kPairs];
-    uint32_t rA[kQuerySteps][4];
-    wait_for_outs();
-    ptx::wgmma_claim(rdP);
-    issue_d_weights(rdP);
-    pack<Element>(rS, rA);
-    issue_d_values(rdV, rA, kFirst);
-    ptx::wgmma_claim(rT);
-    issue_scores(rT, 1);
-    ptx::wgmma_wait<2>();
-    ptx::wgmma_touch(rdP);
-    weighing_.differentiate(rS, rdP, numbers(step));
+    d_queries_.issue(rdQ, step, keys_stage());
     ptx::wgmma_wait<1>();
-    ptx::wgmma_touch(rdV);
-    ptx::wgmma_touch(rA);
-    clear_unweighed(rdP, rS, query);
-    pack<Element>(rdP, rA);
-    d_queries_.write_d_scores(rA, step);
-    issue_d_keys(rdK, rA, step, kFirst);
-    typename QueryGradient<Element, Shape>::Own rdQ;
-    if constexpr (!kFirst) d_queries_.issue(rdQ, step - 1, keys_stage());
-    ptx::wgmma_claim(rdP);
-    issue_d_weights(rdP, 1);
-    ptx::wgmma_wait<kFirst ? 2 : 3>();
-    ptx::wgmma_touch(rT);
-    weigh_in_turn(rT, step, 1);
-    mask(rT, query, 1);
-    ptx::wgmma_wait<kFirst ? 1 : 2>();
     ptx::wgmma_touch(rdK);
-    ptx::wgmma_touch(rA);
-    pack<Element>(rT, rA);
-    issue_d_values(rdV, rA, false, 1);
-    if constexpr (!kFirst) {
-      ptx::wgmma_wait<2>();
-      d_queries_.put(rdQ, step - 1);
-    }
-    ptx::wgmma_wait<1>();
-    ptx::wgmma_touch(rdP);
-    if constexpr (kLast) release(&smem_.values.empty[0][0], thread_);
-    advance();
-    if constexpr (!kLast) {
-      wait_for_queries();
-      issue_scores(rS);
-    }
-    weighing_.differentiate(rT, rdP, numbers(step, 1));
-    release(&smem_.numbers.empty[Place<Shape::kRowStages>{step}.stage()][0], thread_);
-    ptx::wgmma_wait<kLast ? 0 : 1>();
-    ptx::wgmma_touch(rdV);
-    ptx::wgmma_touch(rA);
-    release(&smem_.outs.empty[Place<Shape::kOutStages>{step}.stage()][0], thread_);
-    clear_unweighed(rdP, rT, query);
-    pack<Element>(rdP, rA);
-    d_queries_.write_d_scores(rA, step, 1);
-    d_queries_.tell_d_scores(step);
-    issue_d_keys(rdK, rA, step, false, 1);
-    if constexpr (!kLast) {
-      ptx::wgmma_wait<1>();
-      ptx::wgmma_touch(rS);
-      wait_until_full(smem_.numbers, steps_);
-      weigh_in_turn(rS, steps_, 0);
-    }
-    end_step<kLast>(rdK, rA, rS, rdQ, step);
-  }
-
-  // Its last product is waited for. Behind a tile's last step there is no other that has its gradient of
-  // queries as well.
-  template <bool kLast>
-  __device__ __forceinline__ void end_step(float (&rdK)[kKeyGradient], uint32_t (&rA)[kQuerySteps][4],
-                                           float (&rS)[kPairs],
-                                           typename QueryGradient<Element, Shape>::Own& rdQ, int step) {
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_touch(rdK);
-    ptx::wgmma_touch(rA);
+    ptx::wgmma_touch(rdS);
     release(&smem_.queries.empty[Place<Shape::kQueryStages>{step}.stage()][0], thread_);
-    if constexpr (kLast) {
-      d_queries_.issue(rdQ, step, keys_stage());
-      ptx::wgmma_wait<0>();
-      release(&smem_.keys.empty[keys_stage()][0], thread_);
-      d_queries_.put(rdQ, step);
-    } else {
-      mask(rS, query_);  // here registers are free
-    }
+    advance();
+    if constexpr (!kLast) issue_scores<kPlain>(rS);
+    ptx::wgmma_wait<kLast ? 0 : 1>();
+    if constexpr (kLast) release(&smem_.keys.empty[keys_stage()][0], thread_);
+    d_queries_.put(rdQ, step);
+    // Takes the registers of what has been put, but need not wait until that has landed.
+    if constexpr (!kLast) issue_d_weights<kPlain>(rdP);
+    d_queries_.tell(step);
+    if constexpr (!kLast) weigh<kPlain>(rS, rdP, rP, rdS);
+  }
+
+  template <bool kPlain>
+  __device__ __forceinline__ void issue_scores(float (&rS)[kPairs]) {
+    wait_until_full(smem_.queries, steps_);
+    if constexpr (!kPlain) clear_others(smem_.sQ[Place<Shape::kQueryStages>{steps_}.stage()]);
+    ptx::wgmma_claim(rS);
+    multiply_rows<Element, Shape::kDim, kKeyPieceBytes, kQueryPieceBytes>(
+        rS, smem_.sK[keys_stage()][0][warpgroup_ * kFragmentRows], queries(steps_));
+  }
+  // Rows' numbers come with gradients of out.
+  template <bool kPlain>
+  __device__ __forceinline__ void issue_d_weights(float (&rdP)[kPairs]) {
+    wait_until_full(smem_.outs, steps_);
+    if constexpr (!kPlain) clear_others(smem_.sdO[Place<Shape::kOutStages>{steps_}.stage()]);
+    ptx::wgmma_claim(rdP);
+    multiply_rows<Element, Shape::kValueDim, kKeyPieceBytes, kQueryPieceBytes>(
+        rdP, smem_.sV[0][warpgroup_ * kFragmentRows], outs(steps_));
+  }
+  // Scores become weights, and gradients of weights those of scores. Both are under way.
+  template <bool kPlain>
+  __device__ __forceinline__ void weigh(float (&rS)[kPairs], float (&rdP)[kPairs],
+                                        uint32_t (&rP)[kQuerySteps][4], uint32_t (&rdS)[kQuerySteps][4]) {
+    const OfColumns<kQueries> numbers(smem_.rows[Place<Shape::kOutStages>{steps_}.stage()], thread_,
+                                      weighing_.factor());
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_touch(rS);
+    if constexpr (!kPlain) tilt(rS);
+    if constexpr (!kPlain) weighing_.cap(rS);
+    weighing_.weigh(rS, numbers);
+    ptx::wgmma_touch(rS);
+    const Handed<kQueries> deltas(numbers);
+    // Not later: without a branch here the compiler would have weights wait for what comes next.
+    d_queries_.wait_for_room(steps_);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_touch(rdP);
+    if (left_ == 1) release(&smem_.values.empty[0][0], thread_);
+    weighing_.differentiate(rS, rdP, deltas);
+    if constexpr (!kPlain) weighing_.bend(rS, rdP, numbers);
+    if constexpr (!kPlain) mask(rS, rdP);
+    pack<Element>(rS, rP);
+    pack<Element>(rdP, rdS);
   }
 
   // Waits for a key tile; false if there are no more.
@@ -241,17 +172,11 @@ class Consumer {
   __device__ __forceinline__ void advance() {
     --left_;
     ++steps_;
-    query_ = query_ == queries_.begin ? queries_.end - 1 : query_ - 1;
+    query_ = next_query();
   }
-  __device__ __forceinline__ void wait_for_queries() {
-    wait_until_full(smem_.queries, steps_);
-    clear_others(smem_.sQ[Place<Shape::kQueryStages>{steps_}.stage()]);
+  __device__ __forceinline__ int next_query() const {
+    return query_ == queries_.begin ? queries_.end - 1 : query_ - 1;
   }
-  __device__ __forceinline__ void wait_for_outs() {
-    wait_until_full(smem_.outs, steps_);
-    clear_others(smem_.sdO[Place<Shape::kOutStages>{steps_}.stage()]);
-  }
-
   __device__ __forceinline__ void clear_others_keys() {
     const Tile& tile = smem_.tiles[told().stage()];
     if (__builtin_expect(tile.has_others<Side::kKeys>(params_, tile.first, Shape::kKeys), false)) {
@@ -283,74 +208,34 @@ class Consumer {
     ptx::named_barrier_sync_unaligned(kCleared, Shape::kConsumerThreads);
   }
 
-  __device__ __forceinline__ auto& queries(int step, int part) {
-    return smem_.sQ[Place<Shape::kQueryStages>{step}.stage()][0][part * kFragmentRows];
+  __device__ __forceinline__ auto& queries(int step) {
+    return smem_.sQ[Place<Shape::kQueryStages>{step}.stage()][0];
   }
-  __device__ __forceinline__ auto& outs(int step, int part) {
-    return smem_.sdO[Place<Shape::kOutStages>{step}.stage()][0][part * kFragmentRows];
-  }
-  __device__ __forceinline__ void issue_scores(float (&rS)[kPairs], int part = 0) {
-    multiply_rows<Element, Shape::kDim, kKeyPieceBytes, kQueryPieceBytes>(
-        rS, smem_.sK[keys_stage()][0][warpgroup_ * kFragmentRows], queries(steps_, part));
-  }
-  __device__ __forceinline__ void issue_d_weights(float (&rdP)[kPairs], int part = 0) {
-    multiply_rows<Element, Shape::kValueDim, kKeyPieceBytes, kQueryPieceBytes>(
-        rdP, smem_.sV[0][warpgroup_ * kFragmentRows], outs(steps_, part));
-  }
-  __device__ __forceinline__ void issue_d_values(float (&rdV)[kValueGradient], uint32_t (&rP)[kQuerySteps][4],
-                                                 bool first, int part = 0) {
-    add_product<Element, kQueryPieceBytes>(rdV, rP, outs(steps_, part), first);
-  }
-  __device__ __forceinline__ void issue_d_keys(float (&rdK)[kKeyGradient], uint32_t (&rdS)[kQuerySteps][4],
-                                               int step, bool first, int part = 0) {
-    add_product<Element, kQueryPieceBytes>(rdK, rdS, queries(step, part), first);
+  __device__ __forceinline__ auto& outs(int step) {
+    return smem_.sdO[Place<Shape::kOutStages>{step}.stage()][0];
   }
 
   __device__ __forceinline__ bool is_open(int query) const {
     return __builtin_expect(query >= open_.begin && query < open_.end, true);
   }
-  // Where not all pairs of a step count.
-  __device__ __forceinline__ void mask(float (&d)[kPairs], int query, int part = 0) const {
-    if (is_open(query)) return;
+  // Where not all pairs of the step at hand count: weights and gradients of scores of those that do not become
+  // zero, whatever they are.
+  __device__ __forceinline__ void mask(float (&rS)[kPairs], float (&rdP)[kPairs]) const {
+    if (is_open(query_)) return;
     const Tile& tile = smem_.tiles[told().stage()];
-    const int first = query * kQueries + part * kFragmentRows;
-    Seen<Side::kKeys>(params_, tile, first, warpgroup_ * kFragmentRows, at_).mask(d);
-    if (tile.q_rank >= 0) mask_others<Side::kQueries>(d, params_, tile, first, thread_ % 32, at_.in_quad);
-  }
-
-  // The same of gradients beside weights that are masked: what has no weight has no gradient, whatever it is.
-  __device__ __forceinline__ void clear_unweighed(float (&rdP)[kPairs], const float (&rP)[kPairs],
-                                                  int query) const {
-    if (is_open(query)) return;
+    const int first = query_ * kQueries;
+    Seen<Side::kKeys>(params_, tile, first, warpgroup_ * kFragmentRows, at_).mask(rS);
+    if (tile.q_rank >= 0) mask_others<Side::kQueries>(rS, params_, tile, first, thread_ % 32, at_.in_quad);
 #pragma unroll
-    for (int r = 0; r < kPairs; ++r) rdP[r] = rP[r] == 0.0f ? 0.0f : rdP[r];
+    for (int r = 0; r < kPairs; ++r) rdP[r] = rS[r] == 0.0f ? 0.0f : rdP[r];
   }
 
-  __device__ __forceinline__ OfColumns<kQueries> numbers(int step, int part = 0) const {
-    return {smem_.rows[Place<Shape::kRowStages>{step}.stage()], at_, part * kFragmentRows};
-  }
-  __device__ __forceinline__ void weigh(float (&rS)[kPairs]) {
-    wait_until_full(smem_.numbers, steps_);
-    tilt(rS);
-    weighing_.weigh(rS, numbers(steps_));
-  }
-  // Of the step at hand.
-  __device__ __forceinline__ void tilt(float (&rS)[kPairs], int part = 0) const {
+  __device__ __forceinline__ void tilt(float (&rS)[kPairs]) const {
     if (!weighing_.tilted()) return;
     const Tile& tile = smem_.tiles[told().stage()];
     const int key = tile.first + warpgroup_ * kFragmentRows + at_.row(0);
-    const int place = query_ * kQueries + part * kFragmentRows + at_.column(0) + tile.band.offset;
-    weighing_.tilt(rS, smem_.rows[Place<Shape::kRowStages>{steps_}.stage()].slope, key - place);
-  }
-
-  // One math warpgroup at a time: exponentials of both at once take each twice as long, and products wait.
-  __device__ __forceinline__ void weigh_in_turn(float (&rS)[kPairs], int step, int part) {
-    ptx::named_barrier_sync(kTurn + warpgroup_, Shape::kConsumerThreads);
-    ptx::wgmma_touch(rS);
-    tilt(rS, part);
-    weighing_.weigh(rS, numbers(step, part));
-    ptx::wgmma_touch(rS);
-    ptx::named_barrier_arrive(kTurn + 1 - warpgroup_, Shape::kConsumerThreads);
+    const int place = query_ * kQueries + at_.column(0) + tile.band.offset;
+    weighing_.tilt(rS, smem_.rows[Place<Shape::kOutStages>{steps_}.stage()].slope, key - place);
   }
 
   __device__ __forceinline__ void store(const float (&rdK)[kKeyGradient],

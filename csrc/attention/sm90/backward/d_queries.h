@@ -18,7 +18,7 @@ template <typename Element, typename Shape>
 class QueryGradient {
  public:
   static constexpr int kParts = Shape::kParts;
-  static constexpr int kQuerySteps = kFragmentRows / kStepDims;
+  static constexpr int kPartSteps = kFragmentRows / kStepDims, kQuerySteps = kParts * kPartSteps;
   static constexpr int kCounts = accumulators(kCountColumns);
   static constexpr int kOwn = accumulators(Shape::kOwnDims);
 
@@ -35,35 +35,31 @@ class QueryGradient {
         own_column_(Shape::kOwnPart ? 0 : warpgroup * Shape::kOwnDims),
         at_(thread) {}
 
+  // Before a step's are written: both have multiplied those of the step before.
+  __device__ __forceinline__ void wait_for_room(int step) { wait_until_empty(smem_.scores, step); }
+
   // Lane l addresses what becomes row l % 8 of matrix l / 8; matrices 0 and 1 are the first eight queries of
   // a step of 16 by the warp's keys, 2 and 3 the others.
-  __device__ __forceinline__ void write_d_scores(const uint32_t (&rdS)[kQuerySteps][4], int step,
-                                                 int part = 0) {
-    const int of_all = step * kParts + part;
-    wait_until_empty(smem_.scores, of_all);
-    const int buffer = Place<Shape::kScoreStages>{of_all}.stage();
+  __device__ __forceinline__ void write_d_scores(const uint32_t (&rdS)[kQuerySteps][4]) {
     const int lane = thread_ % 32, row = lane % 8 + lane / 16 * 8;
     const int chunk = at_.warp * 2 + lane / 8 % 2;
-    const uint32_t to = ptx::shared_address(smem_.sdS[buffer][warpgroup_][row]) + ((chunk ^ lane % 8) << 4);
+    const uint32_t to =
+        ptx::shared_address(smem_.sdS[0][warpgroup_][row]) + ((chunk ^ lane % 8) << 4);
 #pragma unroll
     for (int i = 0; i < kQuerySteps; ++i) {
-      ptx::store_matrix_x4_transposed(to + i * kStepDims * kRowBytes, rdS[i]);
+      const uint32_t of_part = i / kPartSteps * Shape::kMath * kPieceBytes;
+      ptx::store_matrix_x4_transposed(to + of_part + i % kPartSteps * kStepDims * kRowBytes, rdS[i]);
     }
   }
-  // Once those of all parts are there: nobody asks for them before the next step.
-  __device__ __forceinline__ void tell_d_scores(int step) {
+  __device__ __forceinline__ void tell_d_scores() {
     ptx::fence_async_shared();
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      release(&smem_.scores.full[Place<Shape::kScoreStages>{step * kParts + part}.stage()][0], thread_);
-    }
+    release(&smem_.scores.full[0][0], thread_);
   }
 
   // The product with keys, and sums of what is multiplied with them.
   __device__ __forceinline__ void issue(Own& own, int of_step, int keys_stage) {
-    wait_until_full(smem_.scores, own_part(of_step));
-    const int buffer = Place<Shape::kScoreStages>{own_part(of_step)}.stage();
-    const uint64_t left = descriptor(smem_.sdS[buffer][0], 0);
+    wait_until_full(smem_.scores, of_step);
+    const uint64_t left = descriptor(smem_.sdS[own_part_][0], 0);
     const auto& keys = smem_.sK[keys_stage][own_column_ / kPieceDims];
     const auto beside = static_cast<uint32_t>(reinterpret_cast<const char*>(&smem_.ones) -
                                               reinterpret_cast<const char*>(&keys));
@@ -101,7 +97,7 @@ class QueryGradient {
     ptx::wgmma_touch(own.d);
     if constexpr (!Shape::kOnesBeside) ptx::wgmma_touch(own.counts);
     const int part = own_part(of_step);
-    release(&smem_.scores.empty[Place<Shape::kScoreStages>{part}.stage()][0], thread_);
+    release(&smem_.scores.empty[0][0], thread_);
     if (part >= Shape::kSums) {
       const Place<Shape::kSumStages> before = {part - Shape::kSums};
       ptx::mbarrier_wait(&smem_.added.empty[before.stage()][0], before.full());
@@ -125,8 +121,10 @@ class QueryGradient {
         store(Shape::kDim + warpgroup_ * (kCountColumns / Shape::kMath), own.counts + i * 2);
       }
     }
+  }
+  __device__ __forceinline__ void tell(int of_step) {
     ptx::fence_async_shared();
-    release(&smem_.added.full[Place<Shape::kSumStages>{part}.stage()][0], thread_);
+    release(&smem_.added.full[Place<Shape::kSumStages>{own_part(of_step)}.stage()][0], thread_);
   }
 
  private:

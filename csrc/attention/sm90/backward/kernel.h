@@ -31,7 +31,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   // Through a shuffle, so that the compiler knows the roles' branch to be uniform in a warp: it serialises
   // wgmma otherwise.
   const int role = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0);
-  const int thread = threadIdx.x % kWarpgroupThreads;
+  // Opaque, so that it is kept: the compiler asks for it over and over otherwise, and the answer takes a while.
+  const int thread = ptx::another(static_cast<int>(threadIdx.x % kWarpgroupThreads));
   if (role < Shape::kMath) {
     ptx::raise_registers<Shape::kConsumerRegisters>();
     // What comes of what came before is waited for by those who load.
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int lane = thread % 32;
   if (warp == kLoader) Loader<Shape>(params, maps, smem, lane).work();
   if (warp == kRowLoader) {
-    load_rows<Shape::kQueries, Shape::kRowStages, BandSteps<Side::kKeys>>(params, smem, lane);
+    load_rows<Shape::kQueries, BandSteps<Side::kKeys>>(params, smem, smem.outs, lane);
   }
   if (warp >= kAdder) Adder<Shape>(params, smem, warp - kAdder, lane).work();
 }

@@ -13,8 +13,10 @@
 namespace pallas_attn::attention::sm90::backward {
 
 // `Steps`: their head and place, as Step has them.
-template <int kQueries, int kStages, typename Steps, typename Plan>
-__device__ __forceinline__ void load_rows(const BackwardParams& params, Plan& smem, int lane) {
+// Into a ring that is theirs, or that of what comes with them.
+template <int kQueries, typename Steps, typename Plan, int kStages>
+__device__ __forceinline__ void load_rows(const BackwardParams& params, Plan& smem, Ring<kStages, 1, 1>& ring,
+                                          int lane) {
   using TileRows = Rows<kQueries>;
   ptx::wait_for_previous_kernel();
   int count = 0;
@@ -22,7 +24,7 @@ __device__ __forceinline__ void load_rows(const BackwardParams& params, Plan& sm
     Steps steps(params, tile);
     do {
       const Place<kStages> place = {count++};
-      ptx::mbarrier_wait(&smem.numbers.empty[place.stage()][0], place.empty());
+      ptx::mbarrier_wait(&ring.empty[place.stage()][0], place.empty());
       TileRows& rows = smem.rows[place.stage()];
       const int64_t head = int64_t{tile.batch} * params.num_heads + tile.head * params.group + steps.head;
       const int64_t own = head * params.q_len + tile.query;
@@ -35,13 +37,13 @@ __device__ __forceinline__ void load_rows(const BackwardParams& params, Plan& sm
         const int64_t at = own + max(min(first + i, tile.band.q_len - 1), 0);
         ptx::copy_word_async(lse + TileRows::lse_word(i) * 4, params.maximum + at);
         ptx::copy_word_async(lse + TileRows::lse_word(i) * 4 + 8, params.rest + at);
-        ptx::copy_word_async(delta + TileRows::delta_word(i) * 4, params.delta + at);
+        ptx::copy_word_async(delta + i * 4, params.delta + at);
       }
       if (params.alibi != nullptr && lane == 0) {
         ptx::copy_word_async(ptx::shared_address(&rows.slope),
                              params.alibi + tile.head * params.group + steps.head);
       }
-      ptx::arrive_behind_copies(&smem.numbers.full[place.stage()][0]);
+      ptx::arrive_behind_copies(&ring.full[place.stage()][0]);
     } while (steps.advance(params, tile));
   });
 }

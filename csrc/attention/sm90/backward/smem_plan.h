@@ -20,21 +20,20 @@ struct alignas(1024) SmemPlan {
   KeyPiece sV[Shape::kValuePieces];
   QueryPiece sQ[Shape::kQueryStages][Shape::kPieces];
   QueryPiece sdO[Shape::kOutStages][Shape::kValuePieces];
-  // Gradients of a part's scores: queries by keys of a math warpgroup.
-  SwizzledPiece<kFragmentRows> sdS[Shape::kScoreStages][Shape::kMath];
+  // Gradients of scores, of a part: queries by keys of a math warpgroup.
+  SwizzledPiece<kFragmentRows> sdS[Shape::kParts][Shape::kMath];
   SwizzledPiece<kStepDims> ones;  // behind the keys, as wgmma's offsets are positive
   alignas(16) float sums[Shape::kSums][kFragmentRows][Shape::kSumColumns];  // parts' gradients of queries
 
-  Rows<Shape::kQueries> rows[Shape::kRowStages];
+  Rows<Shape::kQueries> rows[Shape::kOutStages];
 
   Tile tiles[kToldTiles];
   Ring<kToldTiles, 1, 1> told;
   Ring<Shape::kKeyStages, 1, 1> keys;
   Ring<1, 1, 1> values;
   Ring<Shape::kQueryStages, 1, 1> queries;
-  Ring<Shape::kOutStages, 1, 1> outs;
-  Ring<Shape::kRowStages, 1, 1> numbers;   // of rows
-  Ring<Shape::kScoreStages, 1, 1> scores;  // their gradients, by both math warpgroups
+  Ring<Shape::kOutStages, 1, 1> outs;      // and `rows`
+  Ring<1, 1, 1> scores;                    // their gradients, by both math warpgroups
   Ring<Shape::kSumStages, 1, 1> added;     // `sums`
 
   __device__ void init() {
@@ -43,9 +42,8 @@ struct alignas(1024) SmemPlan {
     keys.init(Shape::kConsumerWarps, 1, 1);
     values.init(Shape::kConsumerWarps, 1, 1);
     queries.init(Shape::kConsumerWarps, 1, 1);
-    outs.init(Shape::kConsumerWarps, 1, 1);
-    numbers.init(Shape::kConsumerWarps, 32, 32);
-    scores.init(kOfPart, Shape::kConsumerWarps, Shape::kConsumerWarps);
+    outs.init(Shape::kConsumerWarps, 1 + 32, 1 + 32);
+    scores.init(Shape::kConsumerWarps, Shape::kConsumerWarps, Shape::kConsumerWarps);
     added.init(1, kOfPart, kOfPart);
   }
 };

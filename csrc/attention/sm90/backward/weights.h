@@ -1,5 +1,5 @@
 // From scores to weights, and from gradients of weights to those of scores, by what is known of each query:
-// its log-sum-exp in two parts, and delta. Queries are the columns of a fragment where keys are held, else
+// its log-sum-exp and delta. Queries are the columns of a fragment where keys are held, else
 // its rows; of four neighbouring registers a thread's belong to two.
 #pragma once
 
@@ -10,80 +10,83 @@
 
 namespace pallas_attn::attention::sm90::backward {
 
-// Of registers r to r + 3: the two numbers, and which of them is register j's.
+// Of registers r to r + 3: the two numbers, and which of them is register j's. The log-sum-exp is base 2.
+//
+// All quads of a warp need those of the same columns. Each lane has two neighbouring columns' and hands them on
+// when they are asked for: to read the same 16 bytes in eight lanes takes shared memory, which is busy with
+// products, as long as to read others in each.
 template <int kQueries>
 class OfColumns {
  public:
-  // Of columns from `first` on, a multiple of 16.
-  __device__ OfColumns(const Rows<kQueries>& rows, const FragmentPosition& at, int first = 0)
-      : rows_(rows), in_quad_(at.in_quad), first_(first) {}
+  __device__ __forceinline__ OfColumns(const Rows<kQueries>& rows, int thread, float factor)
+      : in_quad_(thread % 4) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int pair = i * 32 + thread % 32;
+      const float4 lse = *reinterpret_cast<const float4*>(rows.lse[pair]);
+      const float2 delta = *reinterpret_cast<const float2*>(rows.delta[pair]);
+      lse_[i][0] = fmaf(factor, lse.x, lse.z), lse_[i][1] = fmaf(factor, lse.y, lse.w);
+      delta_[i][0] = delta.x, delta_[i][1] = delta.y;
+    }
+  }
 
   static __device__ constexpr int which(int j) { return j % 2; }
-  __device__ __forceinline__ void lse(int r, float (&maximum)[2], float (&rest)[2]) const {
-    const float4 lse = *reinterpret_cast<const float4*>(rows_.lse[first_ / 2 + r + in_quad_]);
-    maximum[0] = lse.x, maximum[1] = lse.y, rest[0] = lse.z, rest[1] = lse.w;
+  __device__ __forceinline__ void lse(int r, float (&lse)[2]) const {
+    for (int i = 0; i < 2; ++i) lse[i] = of(r, lse_[r / 32][i]);
   }
   __device__ __forceinline__ void delta(int r, float (&delta)[2]) const {
-    const float4 d = *reinterpret_cast<const float4*>(rows_.delta[first_ / 4 + r / 8 * 4 + in_quad_]);
-    delta[0] = r % 8 < 4 ? d.x : d.z, delta[1] = r % 8 < 4 ? d.y : d.w;
+    for (int i = 0; i < 2; ++i) delta[i] = of(r, delta_[r / 32][i]);
   }
 
  private:
-  const Rows<kQueries>& rows_;
-  const int in_quad_, first_;
+  static constexpr int kOwn = kQueries / 64;
+
+  __device__ __forceinline__ float of(int r, float own) const {
+    return __shfl_sync(0xffffffff, own, r % 32 + in_quad_);
+  }
+
+  const int in_quad_;
+  float lse_[kOwn][2], delta_[kOwn][2];
 };
 
-// The same, some of which are loaded here, before they are needed: shared memory is busy with products, and
-// its answers take long. Deltas of registers 0 to 8 kDeltas - 1, log-sum-exps of 0 to 4 kLses - 1.
-template <int kQueries, int kDeltas, int kLses>
-class Early {
+// Deltas that have been handed on, before what they are taken off is there.
+template <int kQueries>
+class Handed {
  public:
-  __device__ __forceinline__ explicit Early(const OfColumns<kQueries>& numbers) : numbers_(numbers) {
+  __device__ __forceinline__ explicit Handed(const OfColumns<kQueries>& numbers) {
 #pragma unroll
-    for (int i = 0; i < kDeltas; ++i) {
-      numbers.delta(i * 8, delta_[i * 2]);
-      numbers.delta(i * 8 + 4, delta_[i * 2 + 1]);
-    }
-#pragma unroll
-    for (int i = 0; i < kLses; ++i) numbers.lse(i * 4, maximum_[i], rest_[i]);
+    for (int r = 0; r < kQueries / 2; r += 4) numbers.delta(r, delta_[r / 4]);
   }
-
   static __device__ constexpr int which(int j) { return OfColumns<kQueries>::which(j); }
-  __device__ __forceinline__ void lse(int r, float (&maximum)[2], float (&rest)[2]) const {
-    if (r / 4 >= kLses) return numbers_.lse(r, maximum, rest);
-    for (int i = 0; i < 2; ++i) maximum[i] = maximum_[r / 4][i], rest[i] = rest_[r / 4][i];
-  }
   __device__ __forceinline__ void delta(int r, float (&delta)[2]) const {
-    if (r / 8 >= kDeltas) return numbers_.delta(r, delta);
     for (int i = 0; i < 2; ++i) delta[i] = delta_[r / 4][i];
   }
 
  private:
-  const OfColumns<kQueries> numbers_;
-  float delta_[kDeltas * 2 + 1][2], maximum_[kLses + 1][2], rest_[kLses + 1][2];
+  float delta_[kQueries / 8][2];
 };
 
 class OfRows {
  public:
   template <typename HeldRows>
-  __device__ OfRows(const HeldRows& rows, int first_row, const FragmentPosition& at) {
+  __device__ OfRows(const HeldRows& rows, int first_row, const FragmentPosition& at, float factor) {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       const int row = first_row + at.row(i);
-      maximum_[i] = rows.maximum[row], rest_[i] = rows.rest[row], delta_[i] = rows.delta[row];
+      lse_[i] = fmaf(factor, rows.maximum[row], rows.rest[row]), delta_[i] = rows.delta[row];
     }
   }
 
   static __device__ constexpr int which(int j) { return FragmentPosition::row_of(j); }
-  __device__ __forceinline__ void lse(int, float (&maximum)[2], float (&rest)[2]) const {
-    for (int i = 0; i < 2; ++i) maximum[i] = maximum_[i], rest[i] = rest_[i];
+  __device__ __forceinline__ void lse(int, float (&lse)[2]) const {
+    for (int i = 0; i < 2; ++i) lse[i] = lse_[i];
   }
   __device__ __forceinline__ void delta(int, float (&delta)[2]) const {
     for (int i = 0; i < 2; ++i) delta[i] = delta_[i];
   }
 
  private:
-  float maximum_[kRowsPerThread], rest_[kRowsPerThread], delta_[kRowsPerThread];
+  float lse_[kRowsPerThread], delta_[kRowsPerThread];
 };
 
 class Weighing {
@@ -95,6 +98,8 @@ class Weighing {
                             : params.scale) *
                 kLog2E) {}
 
+  // From what is weighed to logits, base 2.
+  __device__ __forceinline__ float factor() const { return factor_; }
   __device__ __forceinline__ bool capped() const { return params_.softcap > 0.0f; }
   __device__ __forceinline__ bool tilted() const { return params_.alibi != nullptr; }
 
@@ -110,19 +115,25 @@ class Weighing {
     }
   }
 
+  // By a soft cap: scores become the hyperbolic tangent of what it makes of them, by exponentials: the hardware's
+  // is exact to 2^-11 only.
+  template <int kPairs>
+  __device__ __forceinline__ void cap(float (&rS)[kPairs]) const {
+    if (!capped()) return;
+    const float twice2 = 2.0f * kLog2E * params_.scale / params_.softcap;
+#pragma unroll
+    for (float& x : rS) x = 1.0f - __fdividef(2.0f, exp2_fast(fminf(x * twice2, 126.0f)) + 1.0f);
+  }
+
   // Scores become weights.
   template <typename Numbers, int kPairs>
   __device__ __forceinline__ void weigh(float (&rS)[kPairs], const Numbers& numbers) const {
-    if (capped()) cap(rS, 2.0f * kLog2E * params_.scale / params_.softcap);
 #pragma unroll
     for (int r = 0; r < kPairs; r += 4) {
-      float maximum[2], rest[2];
-      numbers.lse(r, maximum, rest);
+      float lse[2];
+      numbers.lse(r, lse);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int i = Numbers::which(j);
-        rS[r + j] = exp2_fast(fmaf(factor_, rS[r + j] - maximum[i], -rest[i]));
-      }
+      for (int j = r; j < r + 4; ++j) rS[j] = exp2_fast(fmaf(factor_, rS[j], -lse[Numbers::which(j)]));
     }
   }
 
@@ -137,16 +148,6 @@ class Weighing {
 #pragma unroll
       for (int j = r; j < r + 4; ++j) rdP[j] = rS[j] * (rdP[j] - delta[Numbers::which(j)]);
     }
-    if (capped()) bend(rS, rdP, numbers);
-  }
-
- private:
-  // Scores become the hyperbolic tangent of what the soft cap makes of them, by exponentials: the hardware's
-  // is exact to 2^-11 only. `twice2` makes twice the argument, base 2.
-  template <int kPairs>
-  __device__ __forceinline__ static void cap(float (&rS)[kPairs], float twice2) {
-#pragma unroll
-    for (float& x : rS) x = 1.0f - __fdividef(2.0f, exp2_fast(fminf(x * twice2, 126.0f)) + 1.0f);
   }
 
   // Gradients of capped scores become those of scores: times one less the square of what was capped, which is
@@ -154,20 +155,21 @@ class Weighing {
   template <typename Numbers, int kPairs>
   __device__ __forceinline__ void bend(const float (&rS)[kPairs], float (&rdP)[kPairs],
                                        const Numbers& numbers) const {
+    if (!capped()) return;
     const float inverse = 1.0f / factor_;
 #pragma unroll
     for (int r = 0; r < kPairs; r += 4) {
-      float maximum[2], rest[2];
-      numbers.lse(r, maximum, rest);
+      float lse[2];
+      numbers.lse(r, lse);
 #pragma unroll
       for (int j = r; j < r + 4; ++j) {
-        const int i = Numbers::which(j);
-        const float capped = fmaf(log2_fast(rS[j]) + rest[i], inverse, maximum[i]);
+        const float capped = (log2_fast(rS[j]) + lse[Numbers::which(j)]) * inverse;
         rdP[j] = rS[j] == 0.0f ? 0.0f : rdP[j] * fmaf(-capped, capped, 1.0f);
       }
     }
   }
 
+ private:
   const BackwardParams& params_;
   const float factor_;
 };

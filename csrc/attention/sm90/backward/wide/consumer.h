@@ -139,12 +139,14 @@ class Consumer {
     if constexpr (!Pass::kDifferentiates) {
       release(&smem_.qk_met.empty[Place<Pass::kQkStages>{steps_}.stage()][0], thread_);
     }
+    weighing_.cap(rS);
     weighing_.weigh(rS, numbers);
     if constexpr (Pass::kDifferentiates) {
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(rdP);
       release(&smem_.vo_met.empty[Place<Pass::kVoStages>{steps_}.stage()][0], thread_);
       weighing_.differentiate(rS, rdP, numbers);
+      weighing_.bend(rS, rdP, numbers);
       mask(rdP);
       pack<Element>(rdP, rA);
       if constexpr (Pass::kHoldsQueries) count(rA);
@@ -213,9 +215,9 @@ class Consumer {
 
   __device__ __forceinline__ auto numbers() const {
     if constexpr (Pass::kHoldsQueries) {
-      return OfRows(smem_.rows[0], warpgroup_ * kFragmentRows, at_);
+      return OfRows(smem_.rows[0], warpgroup_ * kFragmentRows, at_, weighing_.factor());
     } else {
-      return OfColumns<kMet>(smem_.rows[Place<Plan::kRowStages>{steps_}.stage()], at_);
+      return OfColumns<kMet>(smem_.rows[Place<Plan::kRowStages>{steps_}.stage()], thread_, weighing_.factor());
     }
   }
 

@@ -13,7 +13,7 @@ namespace pallas_attn::attention::sm90::backward::wide {
 template <typename Element, typename Pass>
 __device__ __forceinline__ void load_numbers(const BackwardParams& params, SmemPlan<Pass>& smem, int lane) {
   if constexpr (!Pass::kHoldsQueries) {
-    load_rows<kMet, SmemPlan<Pass>::kRowStages, StepsOf<Pass>>(params, smem, lane);
+    load_rows<kMet, StepsOf<Pass>>(params, smem, smem.numbers, lane);
   } else {
     ptx::wait_for_previous_kernel();
     int count = 0;
