@@ -148,9 +148,11 @@ def test_pairs_of_ctas_tell_each_other_without_a_fence(kernels: dict[str, str]) 
 # registers for products alone, over chosen rows a part's results are stored behind the loop, and what the forward
 # kernel's full form has beside the usual one is done once a tile. Beside threads that copy keys (Feed 2), its scout has
 # 32 registers and a tile's time to find the next one. The backward kernel's feeding warps have 24, and
-# its math warps keep a few numbers of a tile there, beside 212 registers of products.
+# its math warps keep a few numbers of a tile there, beside 212 registers of products, and at heads of 64 what a soft cap's
+# derivative takes.
 SPILLS = {
     r"backward.instantiations\..*_rows\.": 164,
+    r"backward.instantiations\..*_64\.": 292,
     r"backward.instantiations": 124,
     r"forward.instantiations\..*_(192|192x128|256)\..*FeedE2": 160,
     r"forward.instantiations\..*_(192|192x128|256)\..*FeedE3": 68,

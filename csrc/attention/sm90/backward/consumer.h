@@ -2,7 +2,8 @@
 // queries], so that weights and their gradients meet queries from registers; for the gradient of queries both
 // math warpgroups put theirs into shared memory, and each works out one half of it (d_queries.h).
 //
-// Products are issued in an order that leaves the tensor cores some at most times, and none where the loop turns:
+// Products are issued in an order that leaves the tensor cores some at most times, and none where the loop
+// turns:
 //
 //   issued                          beside them
 //   dV, dK                          gradients of scores to shared memory, those of the other one awaited
@@ -82,12 +83,11 @@ class Consumer {
   __device__ __forceinline__ Place<kToldTiles> told() const { return {tiles_}; }
   __device__ __forceinline__ int keys_stage() const { return Place<Shape::kKeyStages>{tiles_}.stage(); }
 
-  // A step, whose weights and gradients of scores are there, up to the next one's, of which all pairs count if
-  // it is plain.
+  // A step, whose weights and gradients of scores are there, up to the next one's, of which all pairs count
+  // if it is plain.
   template <bool kLast, bool kPlain>
   __device__ __forceinline__ void run(float (&rdK)[kKeyGradient], float (&rdV)[kValueGradient],
-                                      uint32_t (&rP)[kQuerySteps][4],
-                                      uint32_t (&rdS)[kQuerySteps][4]) {
+                                      uint32_t (&rP)[kQuerySteps][4], uint32_t (&rdS)[kQuerySteps][4]) {
     const int step = steps_;
     float rS[kPairs], rdP[kPairs];
     d_queries_.write_d_scores(rdS);
@@ -218,8 +218,8 @@ class Consumer {
   __device__ __forceinline__ bool is_open(int query) const {
     return __builtin_expect(query >= open_.begin && query < open_.end, true);
   }
-  // Where not all pairs of the step at hand count: weights and gradients of scores of those that do not become
-  // zero, whatever they are.
+  // Where not all pairs of the step at hand count: weights and gradients of scores of those that do not
+  // become zero, whatever they are.
   __device__ __forceinline__ void mask(float (&rS)[kPairs], float (&rdP)[kPairs]) const {
     if (is_open(query_)) return;
     const Tile& tile = smem_.tiles[told().stage()];

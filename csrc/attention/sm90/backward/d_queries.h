@@ -43,8 +43,7 @@ class QueryGradient {
   __device__ __forceinline__ void write_d_scores(const uint32_t (&rdS)[kQuerySteps][4]) {
     const int lane = thread_ % 32, row = lane % 8 + lane / 16 * 8;
     const int chunk = at_.warp * 2 + lane / 8 % 2;
-    const uint32_t to =
-        ptx::shared_address(smem_.sdS[0][warpgroup_][row]) + ((chunk ^ lane % 8) << 4);
+    const uint32_t to = ptx::shared_address(smem_.sdS[0][warpgroup_][row]) + ((chunk ^ lane % 8) << 4);
 #pragma unroll
     for (int i = 0; i < kQuerySteps; ++i) {
       const uint32_t of_part = i / kPartSteps * Shape::kMath * kPieceBytes;

@@ -31,7 +31,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   // Through a shuffle, so that the compiler knows the roles' branch to be uniform in a warp: it serialises
   // wgmma otherwise.
   const int role = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0);
-  // Opaque, so that it is kept: the compiler asks for it over and over otherwise, and the answer takes a while.
+  // Opaque, so that it is kept: the compiler asks for it over and over otherwise, and the answer takes a
+  // while.
   const int thread = ptx::another(static_cast<int>(threadIdx.x % kWarpgroupThreads));
   if (role < Shape::kMath) {
     ptx::raise_registers<Shape::kConsumerRegisters>();

@@ -32,9 +32,9 @@ struct alignas(1024) SmemPlan {
   Ring<Shape::kKeyStages, 1, 1> keys;
   Ring<1, 1, 1> values;
   Ring<Shape::kQueryStages, 1, 1> queries;
-  Ring<Shape::kOutStages, 1, 1> outs;      // and `rows`
-  Ring<1, 1, 1> scores;                    // their gradients, by both math warpgroups
-  Ring<Shape::kSumStages, 1, 1> added;     // `sums`
+  Ring<Shape::kOutStages, 1, 1> outs;   // and `rows`
+  Ring<1, 1, 1> scores;                 // their gradients, by both math warpgroups
+  Ring<Shape::kSumStages, 1, 1> added;  // `sums`
 
   __device__ void init() {
     constexpr int kOfPart = Shape::kConsumerWarps / Shape::kParts;  // those who work out its gradient

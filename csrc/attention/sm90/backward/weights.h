@@ -12,9 +12,9 @@ namespace pallas_attn::attention::sm90::backward {
 
 // Of registers r to r + 3: the two numbers, and which of them is register j's. The log-sum-exp is base 2.
 //
-// All quads of a warp need those of the same columns. Each lane has two neighbouring columns' and hands them on
-// when they are asked for: to read the same 16 bytes in eight lanes takes shared memory, which is busy with
-// products, as long as to read others in each.
+// All quads of a warp need those of the same columns. Each lane has two neighbouring columns' and hands them
+// on when they are asked for: to read the same 16 bytes in eight lanes takes shared memory, which is busy
+// with products, as long as to read others in each.
 template <int kQueries>
 class OfColumns {
  public:
@@ -115,8 +115,8 @@ class Weighing {
     }
   }
 
-  // By a soft cap: scores become the hyperbolic tangent of what it makes of them, by exponentials: the hardware's
-  // is exact to 2^-11 only.
+  // By a soft cap: scores become the hyperbolic tangent of what it makes of them, by exponentials: the
+  // hardware's is exact to 2^-11 only.
   template <int kPairs>
   __device__ __forceinline__ void cap(float (&rS)[kPairs]) const {
     if (!capped()) return;

@@ -217,7 +217,8 @@ class Consumer {
     if constexpr (Pass::kHoldsQueries) {
       return OfRows(smem_.rows[0], warpgroup_ * kFragmentRows, at_, weighing_.factor());
     } else {
-      return OfColumns<kMet>(smem_.rows[Place<Plan::kRowStages>{steps_}.stage()], thread_, weighing_.factor());
+      return OfColumns<kMet>(smem_.rows[Place<Plan::kRowStages>{steps_}.stage()], thread_,
+                             weighing_.factor());
     }
   }
 
