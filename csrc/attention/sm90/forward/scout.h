@@ -74,8 +74,9 @@ class Scout {
   // Whether there is something to compute.
   __device__ bool find(int index, int items, int together, int num_seqs, const Window& window,
                        Told& tile) const {
-    if (!Shape::kListed && has_equal_sequences(params_))
-      return find_equal(index, items, together, window, tile);
+    if constexpr (Shape::kFeed == Feed::kEngine) {
+      if (has_equal_sequences(params_)) return find_equal(index, items, together, window, tile);
+    }
     const int turn = index / together;
     const WorkItem item = load_item(params_.items + turn % items);
     tile.kv_head = turn / items * together + index % together;
