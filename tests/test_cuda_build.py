@@ -147,9 +147,9 @@ def test_pairs_of_ctas_tell_each_other_without_a_fence(kernels: dict[str, str]) 
 # Kernels that keep a few words of a thread on the stack, most bytes that they store there: wide heads take most
 # registers for products alone, over chosen rows a part's results are stored behind the loop, and what the forward
 # kernel's full form has beside the usual one is done once a tile. Beside threads that copy keys (Feed 2), its scout has
-# 32 registers and a tile's time to find the next one. The backward kernel's feeding warps have 24, and
-# its math warps keep a few numbers of a tile there, beside 212 registers of products, and at heads of 64 what a soft cap's
-# derivative takes.
+# 32 registers and a tile's time to find the next one. The backward kernel's feeding warps have 24, and its math warps
+# keep a few numbers of a tile there, beside 212 registers of products, and at heads of 64 what a soft cap's derivative
+# takes.
 SPILLS = {
     r"backward.instantiations\..*_rows\.": 164,
     r"backward.instantiations\..*_64\.": 292,
