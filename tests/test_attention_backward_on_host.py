@@ -210,6 +210,26 @@ def check(case: Case, found, right, most: float) -> None:
         assert error < most, (str(case), name, error)
 
 
+def asked(case: Case) -> list[str]:
+    """What a case has beyond a plain one, whatever its sizes; and whether one pass serves it."""
+    sizes = {
+        "q_len",
+        "kv_len",
+        "heads",
+        "kv_heads",
+        "value_dim",
+        "batch",
+        "offset",
+        "together",
+        "ctas",
+        "seed",
+    }
+    fields = [field for field in dataclasses.fields(case) if field.name not in sizes | {"head_dim", "blocks"}]
+    given = [field.name for field in fields if getattr(case, field.name) != field.default]
+    return [*given, case.documents, f"{case.head_dim > 128}"]
+
+
+@pytest.mark.sweep(case=asked)
 @pytest.mark.parametrize(
     "case",
     [
