@@ -210,23 +210,13 @@ def check(case: Case, found, right, most: float) -> None:
         assert error < most, (str(case), name, error)
 
 
-def asked(case: Case) -> list[str]:
-    """What a case has beyond a plain one, whatever its sizes; and whether one pass serves it."""
-    sizes = {
-        "q_len",
-        "kv_len",
-        "heads",
-        "kv_heads",
-        "value_dim",
-        "batch",
-        "offset",
-        "together",
-        "ctas",
-        "seed",
-    }
-    fields = [field for field in dataclasses.fields(case) if field.name not in sizes | {"head_dim", "blocks"}]
-    given = [field.name for field in fields if getattr(case, field.name) != field.default]
-    return [*given, case.documents, f"{case.head_dim > 128}"]
+def asked(case: Case) -> list[tuple[int, str]]:
+    """What a case has beyond a plain one, whatever its sizes, of each kernel."""
+    options = ("dtype", "heads_first", "left", "right", "shift", "softcap", "alibi", "ordered")
+    plain = Case(case.q_len, case.kv_len)
+    given = [name for name in options if getattr(case, name) != getattr(plain, name)]
+    passes = 1 if case.head_dim <= 128 and case.mask is None else 3
+    return [(passes, name) for name in (*given, case.documents, "mask" if case.mask else "")]
 
 
 @pytest.mark.sweep(case=asked)
