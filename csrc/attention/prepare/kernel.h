@@ -27,6 +27,7 @@ struct Scratch {
   Team::Scratch team;
   int counts[kBuckets], starts[kBuckets];
   int costs[kCandidates];
+  int work, longest;  // key tiles of all tiles of queries, and of the longest
   int partials, split_tiles;
   int keys;          // of all sequences, each of which counts no more than fit in the L2
   int first_tile[];  // [sequences + 1]: tiles in front of each
@@ -39,13 +40,6 @@ struct Batch {
   const ForwardParams& params;
   const Tiling tiling;
   const int num_seqs;
-
-  __device__ int tiles_of(int seq) const {
-    const Sequence sequence(params, seq, num_seqs);
-    const int rows = sequence.q_len * params.group;
-    if (!sequence.padding && rows <= params.skip_rows) return 0;
-    return ceil_div(sequence.q_len, tiling.tokens);
-  }
 
   __device__ WorkItem item(const Window& window, int seq, int tile) const {
     const Sequence sequence(params, seq, num_seqs);
@@ -69,6 +63,7 @@ struct Batch {
 // evenly, unless parts are so long that two of them make the longest run.
 __device__ int cost_of(const ForwardParams& params, const int* counts, int longest, int ctas, int lane) {
   int work = 0, long_parts = 0, partials = 0;
+#pragma unroll 1
   for (int bucket = lane; bucket < kBuckets; bucket += 32) {
     const int tiles = counts[bucket], keys = keys_of(bucket);
     if (tiles == 0) continue;
@@ -82,7 +77,7 @@ __device__ int cost_of(const ForwardParams& params, const int* counts, int longe
   long_parts = __reduce_add_sync(~0u, long_parts);
   partials = __reduce_add_sync(~0u, partials);
   if (partials > params.max_partials) return INT_MAX;
-  const auto even = static_cast<int>(min(int64_t{work} * heads / ctas, int64_t{INT_MAX / 2}));
+  const int whole = work / ctas, even = whole * heads + (work - whole * ctas) * heads / ctas;
   return max(even, ceil_div(long_parts * heads, ctas) * (longest + kItemCost)) +
          (partials > 0 ? kMergeCost : 0);
 }
@@ -103,113 +98,114 @@ __device__ int together_of(const ForwardParams& params, int all, int64_t keys, i
   return together;
 }
 
-// Equal sequences: how many pairs of one and a KV head are taken side by side.
-__device__ void prepare_equal(const ForwardParams& params, const Batch& batch, const Window& window,
-                              const Team& team, Scratch& scratch) {
-  const int tiles = batch.tiles_of(0);
-  int own_work = 0, own_longest = 0;
-  for (int tile = threadIdx.x; tile < tiles; tile += kThreads) {
-    const int keys = batch.item(window, 0, tile).num_keys;
-    own_work += keys;
-    own_longest = max(own_longest, keys);
-  }
-  const int64_t work = team.prefix_sum(kThreads, [&](int) { return own_work; }, scratch.starts).sum;
-  const int longest = team.prefix_sum(kThreads, [&](int) { return own_longest; }, scratch.starts).most;
-  const int pairs = params.num_seqs * params.num_kv_heads;
-  const int together = together_of(params, pairs, params.kv_len, work, longest, batch.tiling.ctas);
-  if (threadIdx.x == 0) *params.counters = {0, tiles * params.num_seqs, 0, together};
+// How many parts the longest tile is in where the call takes least.
+__device__ int least_cost_parts(const ForwardParams& params, Scratch& scratch, int longest, int ctas) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int cost = cost_of(params, scratch.counts, ceil_div(longest, warp + 1), ctas, lane);
+  if (lane == 0) scratch.costs[warp] = cost;
+  __syncthreads();
+  const int of_lane = scratch.costs[lane];
+  return __ffs(__ballot_sync(~0u, of_lane == __reduce_min_sync(~0u, of_lane)));
 }
 
+// The kernel runs once a call, and its instructions take longer to come than to run: tiles are looked at two
+// or three times by the same ones.
 __device__ __forceinline__ void prepare(const ForwardParams& params, const Tiling& tiling, Scratch& scratch) {
   const Team team(scratch.team);
   const Batch batch = {params, tiling, num_seqs_now(params)};
   const Window window(params);
-  if (has_equal_sequences(params)) return prepare_equal(params, batch, window, team, scratch);
-  const int seqs = batch.num_seqs + padding_seqs(params);
+  // All have the tiles of the first one then, and nothing is sorted.
+  const bool equal = has_equal_sequences(params);
+  const int seqs = equal ? 1 : batch.num_seqs + padding_seqs(params);
 
   int* const first_tile = params.first_tile != nullptr ? params.first_tile : scratch.first_tile;
-  if (threadIdx.x == 0) scratch.keys = 0;
+  scratch.counts[threadIdx.x] = 0;
+  if (threadIdx.x == 0) {
+    scratch.work = scratch.longest = scratch.keys = scratch.partials = scratch.split_tiles = 0;
+  }
   int keys = 0;  // that several tiles read
   const auto tiles_of = [&](int seq) {
-    const int tiles = batch.tiles_of(seq);
-    if (tiles > 1) keys += min(Sequence(params, seq, batch.num_seqs).k_len, params.keys_in_l2);
+    const Sequence sequence(params, seq, batch.num_seqs);
+    if (!sequence.padding && sequence.q_len * params.group <= params.skip_rows) return 0;
+    const int tiles = ceil_div(sequence.q_len, tiling.tokens);
+    if (tiles > 1) keys += min(sequence.k_len, params.keys_in_l2);
     return tiles;
   };
   int tiles = team.prefix_sum(seqs, tiles_of, first_tile).sum;
-  if (keys > 0) atomicAdd(&scratch.keys, keys);
   // Lengths that lie end to end add up to what there is room for; what else may come does not get through.
   // Documents are many, with tiles that overlap, of which those that hold some of their queries count.
-  if (params.q_spans.step != kDocumentStep) tiles = min(tiles, params.max_items - params.max_partials);
-  scratch.counts[threadIdx.x] = 0;
-  if (threadIdx.x == 0) scratch.partials = scratch.split_tiles = 0;
-  __syncthreads();
-  const auto item_of = [&](int tile) {
-    int low = 0, high = seqs;  // the last sequence that has no more tiles in front of it
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (first_tile[middle] <= tile ? low : high) = middle;
-    }
-    return batch.item(window, low, tile - first_tile[low]);
-  };
-  team.each(tiles, [&](int tile) {
-    const WorkItem item = item_of(tile);
-    if (item.tokens > 0) atomicAdd(&scratch.counts[bucket_of(item.num_keys)], 1);
-  });
-  const auto load_of = [&](int bucket) { return scratch.counts[bucket] * keys_of(bucket); };
-  const int work = team.prefix_sum(kBuckets, load_of, scratch.starts).sum;
-  const auto length_of = [&](int bucket) { return scratch.counts[bucket] > 0 ? keys_of(bucket) : 0; };
-  int longest = max(team.prefix_sum(kBuckets, length_of, scratch.starts).most, 1);
-  const int together = together_of(params, params.num_kv_heads, scratch.keys, work, longest, tiling.ctas);
-
-  bool splits = false;
-  if (params.max_partials > 0) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int cost = cost_of(params, scratch.counts, ceil_div(longest, warp + 1), tiling.ctas, lane);
-    if (lane == 0) scratch.costs[warp] = cost;
-    __syncthreads();
-    int best = 0;
-    for (int i = 1; i < kCandidates; ++i) {
-      if (scratch.costs[i] < scratch.costs[best]) best = i;
-    }
-    longest = ceil_div(longest, best + 1);
-    splits = best > 0;
+  if (!equal && params.q_spans.step != kDocumentStep) {
+    tiles = min(tiles, params.max_items - params.max_partials);
   }
-  if (splits) {
-    __syncthreads();
-    scratch.counts[threadIdx.x] = 0;
-    __syncthreads();
+  __syncthreads();
+  if (keys > 0) atomicAdd(&scratch.keys, keys);
+
+  enum { kCount, kCountParts, kWrite } pass = kCount;
+  int longest = keys_of(0);  // key tiles of a part
+  int together = 0, items = 0;
+#pragma unroll 1
+  for (;;) {
+    int work = 0, most = 0;
     team.each(tiles, [&](int tile) {
-      const WorkItem item = item_of(tile);
-      if (item.tokens == 0) return;
-      const int keys = item.num_keys, parts = parts_of(keys, longest);
+      int low = 0, high = seqs;  // the last sequence that has no more tiles in front of it
+      while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        (first_tile[middle] <= tile ? low : high) = middle;
+      }
+      const WorkItem whole = batch.item(window, low, tile - first_tile[low]);
+      if (whole.tokens == 0) return;
+      work += whole.num_keys;
+      most = max(most, whole.num_keys);
+      const int parts = parts_of(whole.num_keys, longest);
+      int partial = -1;
+      if (pass == kWrite && parts > 1) {
+        partial = atomicAdd(&scratch.partials, parts);
+        params.split_tiles[atomicAdd(&scratch.split_tiles, 1)] = {whole.seq, whole.token, whole.tokens,
+                                                                  partial, parts};
+      }
+      int begin = 0;
+#pragma unroll 1
       for (int part = 0; part < parts; ++part) {
-        atomicAdd(&scratch.counts[bucket_of((part + 1) * keys / parts - part * keys / parts)], 1);
+        const int end = (part + 1) * whole.num_keys / parts;
+        WorkItem item = whole;
+        item.first_key += begin;
+        item.num_keys = end - begin;
+        item.partial = parts > 1 ? partial + part : -1;
+        begin = end;
+        int* const counts = pass == kWrite ? scratch.starts : scratch.counts;
+        const int place = atomicAdd(counts + bucket_of(item.num_keys), 1);
+        if (pass == kWrite) params.items[place] = item;
       }
     });
+    if (pass == kWrite) break;
+    if (pass == kCount) {
+      work = __reduce_add_sync(~0u, work);
+      most = __reduce_max_sync(~0u, most);
+      if (threadIdx.x % 32 == 0 && work > 0) {
+        atomicAdd(&scratch.work, work);
+        atomicMax(&scratch.longest, most);
+      }
+      __syncthreads();
+      most = max(keys_of(bucket_of(scratch.longest)), 1);
+      const int all = params.num_kv_heads * (equal ? params.num_seqs : 1);
+      together = together_of(params, all, scratch.keys, scratch.work, most, tiling.ctas);
+      if (equal) break;
+      const int parts = params.max_partials > 0 ? least_cost_parts(params, scratch, most, tiling.ctas) : 1;
+      if (parts > 1) {
+        longest = ceil_div(most, parts);
+        __syncthreads();
+        scratch.counts[threadIdx.x] = 0;
+        __syncthreads();
+        pass = kCountParts;
+        continue;
+      }
+    }
+    items = team.prefix_sum(kBuckets, [&](int bucket) { return scratch.counts[bucket]; }, scratch.starts).sum;
+    __syncthreads();
+    pass = kWrite;
   }
-  const int items =
-      team.prefix_sum(kBuckets, [&](int bucket) { return scratch.counts[bucket]; }, scratch.starts).sum;
-  __syncthreads();
-  team.each(tiles, [&](int tile) {
-    const WorkItem whole = item_of(tile);
-    if (whole.tokens == 0) return;
-    const int keys = whole.num_keys;
-    const int parts = splits ? parts_of(keys, longest) : 1;
-    int partial = -1;
-    if (parts > 1) {
-      partial = atomicAdd(&scratch.partials, parts);
-      params.split_tiles[atomicAdd(&scratch.split_tiles, 1)] = {whole.seq, whole.token, whole.tokens, partial,
-                                                                parts};
-    }
-    for (int part = 0; part < parts; ++part) {
-      WorkItem item = whole;
-      item.first_key += part * keys / parts;
-      item.num_keys = (part + 1) * keys / parts - part * keys / parts;
-      item.partial = parts > 1 ? partial + part : -1;
-      params.items[atomicAdd(&scratch.starts[bucket_of(item.num_keys)], 1)] = item;
-    }
-  });
-  if (threadIdx.x == 0) *params.counters = {0, items, scratch.split_tiles, together};
+  if (threadIdx.x != 0) return;
+  *params.counters = {0, equal ? tiles * params.num_seqs : items, scratch.split_tiles, together};
 }
 
 }  // namespace pallas_attn::attention
