@@ -1,9 +1,11 @@
-"""What a decoder's attention can be: ours in every way, cuDNN's in each way that can be told of documents, jax.nn's.
+"""What a decoder's attention can be: ours in every way, cuDNN's in each way that can be told of documents, jax.nn's,
+FlashAttention-3's for JAX.
 
 All are causal, of [rows, length, heads, dim], and take `decoder.Documents`.
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,11 +28,15 @@ class Attention(NamedTuple):
     ours: bool = False
 
 
-def by_ends(query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents, **options: Any):
-    """Rows one behind the other: a document ends with its row."""
-    rows, length = query.shape[:2]
+def cu_lens(documents: Documents) -> jax.Array:
+    """Where documents begin and the last one ends, rows one behind the other: a document ends with its row."""
+    rows, length = documents.ids.shape
     first = documents.starts + jnp.arange(rows, dtype=jnp.int32)[:, None] * length
-    ends = jnp.append(first.reshape(-1), jnp.int32(rows * length))
+    return jnp.append(first.reshape(-1), jnp.int32(rows * length))
+
+
+def by_ends(query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents, **options: Any):
+    ends = cu_lens(documents)
     flat = (x.reshape(1, -1, *x.shape[2:]) for x in (query, key, value))
     out = pallas_attn.flash_attention(
         *flat, cu_q_lens=ends, causal=True, residual_checkpoint_name=NAME, **options
@@ -86,6 +92,14 @@ def padded_cudnn(
     return flat.at[number * longest + documents.position].get(unique_indices=True)
 
 
+def packed_fa3(
+    longest: int, query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents
+) -> jax.Array:
+    flat = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
+    attend = importlib.import_module("dew_flash_attn").flash_mha_varlen
+    return attend(*flat, cu_lens(documents), longest, is_causal=True).reshape(query.shape)
+
+
 def masked(
     implementation: Any, query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents
 ) -> jax.Array:
@@ -136,6 +150,7 @@ def known(longest: int, equal: bool = False) -> dict[str, Attention]:
         "cudnn-whole": Attention(
             "cuDNN (jax.nn)", "not told: other results", named(whole), keeps_apart=False
         ),
+        "fa3": Attention("FA3 for JAX (dew)", "cu_seqlens", named(functools.partial(packed_fa3, longest))),
         "jax-xla": Attention("jax.nn", "a mask", named(functools.partial(masked, "xla"))),
     }
     if equal:

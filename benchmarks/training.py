@@ -53,7 +53,7 @@ DEFAULTS = {
     "bits": ("auto", "auto-ids", "cuda-backward", "pallas", "cudnn-packed"),
     "attention": (
         *("auto", "auto-ids", "cuda-backward", "cuda-backward-ids", "pallas"),
-        *("cudnn-packed", "cudnn-padded", "cudnn-mask", "dense", "cudnn-dense"),
+        *("cudnn-packed", "cudnn-padded", "cudnn-mask", "fa3", "dense", "cudnn-dense"),
     ),
 }  # fmt: skip
 ON_CPU = ("xla", "xla-ids", "jax-xla")
