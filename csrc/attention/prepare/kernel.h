@@ -84,11 +84,13 @@ __device__ int cost_of(const ForwardParams& params, const int* counts, int longe
 
 // All side by side balance best; some at a time read keys from the L2, where the call is long enough for the
 // last of them to be begun in time. `work`: key tiles of one.
-__device__ bool lasts(int64_t work, int longest, int ctas) { return work >= int64_t{2} * longest * ctas; }
+PALLAS_ATTN_HOST_DEVICE inline bool lasts(int64_t work, int longest, int ctas) {
+  return work >= int64_t{2} * longest * ctas;
+}
 
 // Of `all`, each of which reads so many keys several times: a divisor.
-__device__ int together_of(const ForwardParams& params, int all, int64_t keys, int64_t work, int longest,
-                           int ctas) {
+PALLAS_ATTN_HOST_DEVICE inline int together_of(const ForwardParams& params, int all, int64_t keys,
+                                               int64_t work, int longest, int ctas) {
   int together = all;
   while (together > 1 && together * keys > params.keys_in_l2) {
     const int fewer = together % 2 == 0 ? together / 2 : 1;
@@ -96,6 +98,16 @@ __device__ int together_of(const ForwardParams& params, int all, int64_t keys, i
     together = fewer;
   }
   return together;
+}
+
+// Equal sequences have the same tiles, nothing is sorted, and it is pairs of a sequence and a KV head that
+// are taken side by side. Windows are in the GPU's memory: work is as little as under a causal mask.
+inline Counters counters_of_equal(const ForwardParams& params, const Tiling& tiling) {
+  const int tiles = ceil_div(params.q_len, tiling.tokens), longest = ceil_div(params.kv_len, tiling.keys);
+  const int64_t work = int64_t{tiles} * (longest + 1) / 2;
+  const int64_t keys = tiles > 1 ? params.kv_len : 0;
+  const int pairs = params.num_seqs * params.num_kv_heads;
+  return {0, tiles * params.num_seqs, 0, together_of(params, pairs, keys, work, longest, tiling.ctas)};
 }
 
 // How many parts the longest tile is in where the call takes least.
@@ -114,9 +126,7 @@ __device__ __forceinline__ void prepare(const ForwardParams& params, const Tilin
   const Team team(scratch.team);
   const Batch batch = {params, tiling, num_seqs_now(params)};
   const Window window(params);
-  // All have the tiles of the first one then, and nothing is sorted.
-  const bool equal = has_equal_sequences(params);
-  const int seqs = equal ? 1 : batch.num_seqs + padding_seqs(params);
+  const int seqs = batch.num_seqs + padding_seqs(params);
 
   int* const first_tile = params.first_tile != nullptr ? params.first_tile : scratch.first_tile;
   scratch.counts[threadIdx.x] = 0;
@@ -134,9 +144,7 @@ __device__ __forceinline__ void prepare(const ForwardParams& params, const Tilin
   int tiles = team.prefix_sum(seqs, tiles_of, first_tile).sum;
   // Lengths that lie end to end add up to what there is room for; what else may come does not get through.
   // Documents are many, with tiles that overlap, of which those that hold some of their queries count.
-  if (!equal && params.q_spans.step != kDocumentStep) {
-    tiles = min(tiles, params.max_items - params.max_partials);
-  }
+  if (params.q_spans.step != kDocumentStep) tiles = min(tiles, params.max_items - params.max_partials);
   __syncthreads();
   if (keys > 0) atomicAdd(&scratch.keys, keys);
 
@@ -187,9 +195,7 @@ __device__ __forceinline__ void prepare(const ForwardParams& params, const Tilin
       }
       __syncthreads();
       most = max(keys_of(bucket_of(scratch.longest)), 1);
-      const int all = params.num_kv_heads * (equal ? params.num_seqs : 1);
-      together = together_of(params, all, scratch.keys, scratch.work, most, tiling.ctas);
-      if (equal) break;
+      together = together_of(params, params.num_kv_heads, scratch.keys, scratch.work, most, tiling.ctas);
       const int parts = params.max_partials > 0 ? least_cost_parts(params, scratch, most, tiling.ctas) : 1;
       if (parts > 1) {
         longest = ceil_div(most, parts);
@@ -204,8 +210,7 @@ __device__ __forceinline__ void prepare(const ForwardParams& params, const Tilin
     __syncthreads();
     pass = kWrite;
   }
-  if (threadIdx.x != 0) return;
-  *params.counters = {0, equal ? tiles * params.num_seqs : items, scratch.split_tiles, together};
+  if (threadIdx.x == 0) *params.counters = {0, items, scratch.split_tiles, together};
 }
 
 }  // namespace pallas_attn::attention

@@ -59,6 +59,7 @@ class Consumer {
         more = stand_by();
         continue;
       }
+      wait_for_keys();
       take_turn();
       issue_scores();
       pass_turn();
@@ -67,7 +68,7 @@ class Consumer {
       begin(smem_.tiles[told_]);
       float rescale[kRowsPerThread];
       shape(smem_.tiles[told_]);
-      softmax(rescale);
+      softmax<false>(rescale);
       more = kAhead ? walk_ahead(rescale) : walk(rescale);
     }
   }
@@ -78,7 +79,7 @@ class Consumer {
   // of fp16 have the digits to show it.
   using Summed =
       std::conditional_t<kForm == Form::kFull && std::is_same_v<Element, __half>, Rounded<Element>, Exact>;
-  static constexpr int kKeySteps = kKeys / kStepDims;
+  static constexpr int kKeySteps = kKeys / kStepDims, kEarlySteps = kKeySteps / 2;
   static constexpr bool kAhead = Shape::kQueryStages > 1;  // with queries of the next tile
 
   // One loop over all key tiles of all tiles, so that its code is there once: short tiles are many, and what
@@ -89,6 +90,7 @@ class Consumer {
     bool first = true;  // of the tile's products with values
     bool more = true;
     while (true) {
+      first = walk_plain(rescale, first);
       const Told& tile = smem_.tiles[told_];
       const bool leaves = key_ == last_key_;
       int scored = told_;
@@ -101,6 +103,7 @@ class Consumer {
         if (!more || is_idle(scored)) break;
       }
       prepare_values(tile);
+      wait_for_keys();
       take_turn();
       issue_scores();
       issue_values(first);
@@ -118,8 +121,7 @@ class Consumer {
         --key_;
       }
       shape(smem_.tiles[scored]);
-      finish_values();
-      const bool moved = softmax(rescale);
+      const bool moved = softmax<true>(rescale);
       if (leaves) {
         store(tile, ended);
         leave_tile();
@@ -136,6 +138,31 @@ class Consumer {
     store(tile, state_);
     leave_tile();
     return more;
+  }
+
+  // From a key tile whose values are all seen by some query, through those of which all see all, while scores
+  // need no shaping: most of a long tile's. Their code has hardly a jump. Ends with the tile's last such key
+  // tile; whether the next product with values is still the tile's first.
+  __device__ __forceinline__ bool walk_plain(float (&rescale)[kRowsPerThread], bool first) {
+    const int end = max(open_begin_, last_key_);
+    if (shaped_ || key_ > open_end_ || key_ >= seen_end_ || key_ <= end) return first;
+    while (true) {
+      bool fine;
+      do {
+        wait_for_keys();
+        take_turn();
+        issue_scores();
+        issue_values(first);
+        pass_turn();
+        finish_scores<1>();
+        --key_;
+        fine = try_softmax<true>();
+        first = false;
+      } while (fine && key_ > end);
+      // Seldom, and behind the loop, which would have to jump over it.
+      if (!fine && redo_softmax(rescale)) multiply_rows(rO_, rescale);
+      if (key_ <= end) return false;
+    }
   }
 
   // Tiles of which none of the warpgroup's rows is a query's, up to the next one that has some: keys and
@@ -188,8 +215,11 @@ class Consumer {
     while (true) {
       const Told& tile = smem_.tiles[told_];
       bool first = true;
-      for (; key_ > last_key_; first = false) {
+      while (true) {
+        first = walk_plain(rescale, first);
+        if (key_ == last_key_) break;
         prepare_values(tile);
+        wait_for_keys();
         take_turn();
         issue_scores();
         issue_values(first);
@@ -198,9 +228,9 @@ class Consumer {
         finish_scores<1>();
         --key_;
         shape(tile);
-        finish_values();
-        const bool moved = softmax(rescale);
+        const bool moved = softmax<true>(rescale);
         if (moved) multiply_rows(rO_, rescale);
+        first = false;
       }
       release(&smem_.queries.empty[query_stage_][0], thread_);
       advance(query_stage_, query_phases_);
@@ -215,6 +245,7 @@ class Consumer {
         store(tile, state_);
         return false;
       }
+      wait_for_keys();
       take_turn();
       issue_scores();
       pass_turn();
@@ -223,7 +254,7 @@ class Consumer {
       finish_scores<0>();
       begin(smem_.tiles[next]);
       shape(smem_.tiles[next]);
-      softmax(rescale);
+      softmax<false>(rescale);
       release(&smem_.told.empty[told_][0], thread_);
       told_ = next;
     }
@@ -250,6 +281,7 @@ class Consumer {
     key_ = last_key_ + uniform(tile.num_keys) - 1;
     open_begin_ = uniform(tile.open_begin);
     open_end_ = uniform(tile.open_end);
+    seen_end_ = uniform(tile.seen_end) / kKeys;
     // Other rows do not say how exponentials are worked out: what they hold is another document's.
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
@@ -317,14 +349,59 @@ class Consumer {
     }
   }
 
-  // Over the probabilities that the product with values has been reading.
-  __device__ __forceinline__ bool softmax(float (&rescale)[kRowsPerThread]) {
-    return to_probabilities<Element, Summed>(rS_, factor_, state_, settled_, rescale, rP_);
+  // Scores become probabilities: the first of them beside the product with values, if one is under way, the
+  // others over those that it has read then. False if that was not to be, for want of maxima.
+  template <bool kBesideValues>
+  __device__ __forceinline__ bool try_softmax() {
+    float offset[kRowsPerThread], sum[kRowsPerThread] = {};
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) offset[i] = state_.maximum[i] * factor_;
+    uint32_t early[kEarlySteps][4];
+    // A branch, whose outcome it cannot know, keeps the compiler from waiting in front of them.
+    int begins = settled_;
+    asm volatile("" : "+r"(begins));
+    if (__builtin_expect(begins, true)) {
+      exponentiate<Element, Summed, 0>(rS_, factor_, offset, sum, early);
+    }
+    if constexpr (kBesideValues) finish_values();
+    exponentiate<Element, Summed, kEarlySteps>(rS_, factor_, offset, sum, late());
+    const bool fine = settled_ && fit(sum);
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) state_.sum[i] += fine ? sum[i] : 0.0f;
+#pragma unroll
+    for (int step = 0; step < kEarlySteps; ++step) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) rP_[step][j] = early[step][j];
+    }
+    return fine;
   }
+  // Behind a look at maxima. Whether earlier results are to be multiplied by `rescale`.
+  __device__ __forceinline__ bool redo_softmax(float (&rescale)[kRowsPerThread]) {
+    float factor = factor_, offset[kRowsPerThread], sum[kRowsPerThread] = {};
+    const bool moved = follow_maxima(rS_, factor, offset, state_, settled_, rescale);
+    exponentiate<Element, Summed, 0>(rS_, factor, offset, sum, rP_);
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) state_.sum[i] += sum[i];
+    return moved;
+  }
+  template <bool kBesideValues>
+  __device__ __forceinline__ bool softmax(float (&rescale)[kRowsPerThread]) {
+    if (__builtin_expect(settled_, true)) {
+      if (__builtin_expect(try_softmax<kBesideValues>(), true)) return false;
+    } else if constexpr (kBesideValues) {
+      finish_values();
+    }
+    return redo_softmax(rescale);
+  }
+  using Late = uint32_t[kKeySteps - kEarlySteps][4];
+  __device__ __forceinline__ Late& late() { return reinterpret_cast<Late&>(rP_[kEarlySteps]); }
 
-  __device__ __forceinline__ void issue_scores() {
+  // In front of a turn, so that it is short.
+  __device__ __forceinline__ void wait_for_keys() {
     ptx::mbarrier_wait(&smem_.keys.full[key_stage_][0], key_phases_.full(key_stage_));
     if (kGathered) ptx::fence_async_shared();
+  }
+  __device__ __forceinline__ void issue_scores() {
     multiply_keys<Element, Shape>(rS_, smem_.fragment_of(query_stage_, 0, warpgroup_), smem_.sK[key_stage_]);
   }
 
@@ -434,8 +511,9 @@ class Consumer {
   Phases<Shape::kValueStages> value_phases_;
   int told_ = 0, query_stage_ = 0, key_stage_ = 0, value_stage_ = 0;
 
-  // Of the tile that is begun: the key tile at work, the one that comes last, and those seen whole.
-  int key_, last_key_, open_begin_, open_end_;
+  // Of the tile that is begun: the key tile at work, the one that comes last, those of which all queries see
+  // all, and where those end of which each key is seen by some query of the sequence.
+  int key_, last_key_, open_begin_, open_end_, seen_end_;
   float scale_, factor_;
   bool settled_;  // of its rows' maxima
   std::conditional_t<Shape::kListed, SeenPairs<kKeys>, Nothing> pairs_;

@@ -61,47 +61,33 @@ __device__ __forceinline__ bool follow_maxima(float (&rS)[kCount], float& factor
   return __any_sync(0xffffffff, moved);
 }
 
-// Scores become probabilities, the A operand of the value product. Moves the running maximum and sum; what
-// earlier results must be multiplied by, false if that is 1 for all rows of the warp. `settled`: all rows
-// that have a say have a maximum, none of which is large.
-template <typename Element, typename Summed, int kCount>
-__device__ __forceinline__ bool to_probabilities(float (&rS)[kCount], float factor, RowState& state,
-                                                 bool& settled, float (&rescale)[kRowsPerThread],
-                                                 uint32_t (&rP)[kCount / 8][4]) {
-  bool followed = !settled, moved = false;
-  float offset[kRowsPerThread], sum[kRowsPerThread];
+// Some scores, from those of step kFirst of the value product on, become probabilities: its A operand, and
+// what a thread's rows add up to.
+template <typename Element, typename Summed, int kFirst, int kCount, int kSteps>
+__device__ __forceinline__ void exponentiate(const float (&rS)[kCount], float factor,
+                                             const float (&offset)[kRowsPerThread],
+                                             float (&sum)[kRowsPerThread], uint32_t (&rP)[kSteps][4]) {
 #pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) offset[i] = state.maximum[i] * factor;
-  // Twice at most. A loop, so that its code is there once.
-#pragma unroll 1
-  while (true) {
-    if (__builtin_expect(followed, false)) {
-      moved = follow_maxima(rS, factor, offset, state, settled, rescale);
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int r = (kFirst + step) * 8 + j * 2, i = FragmentPosition::row_of(r);
+      const float left = exp2_fast(fmaf(rS[r], factor, -offset[i]));
+      const float right = exp2_fast(fmaf(rS[r + 1], factor, -offset[i]));
+      rP[step][j] = ElementTraits<Element>::pack(left, right);
+      const float2 pair = Summed::of(left, right);
+      sum[i] += pair.x;
+      sum[i] += pair.y;
     }
-#pragma unroll
-    for (int i = 0; i < kRowsPerThread; ++i) sum[i] = 0.0f;
-#pragma unroll
-    for (int step = 0; step < kCount / 8; ++step) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int r = step * 8 + j * 2, i = FragmentPosition::row_of(r);
-        const float left = exp2_fast(fmaf(rS[r], factor, -offset[i]));
-        const float right = exp2_fast(fmaf(rS[r + 1], factor, -offset[i]));
-        rP[step][j] = ElementTraits<Element>::pack(left, right);
-        const float2 pair = Summed::of(left, right);
-        sum[i] += pair.x;
-        sum[i] += pair.y;
-      }
-    }
-    bool fits = true;
-#pragma unroll
-    for (int i = 0; i < kRowsPerThread; ++i) fits &= !(sum[i] > kMostOfShare);
-    if (__builtin_expect(followed || __all_sync(0xffffffff, fits), true)) break;
-    followed = true;
   }
+}
+
+// Whether a warp's probabilities are small enough.
+__device__ __forceinline__ bool fit(const float (&sum)[kRowsPerThread]) {
+  bool fits = true;
 #pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) state.sum[i] += sum[i];
-  return moved;
+  for (int i = 0; i < kRowsPerThread; ++i) fits &= !(sum[i] > kMostOfShare);
+  return __all_sync(0xffffffff, fits);
 }
 
 }  // namespace pallas_attn::attention::sm90
