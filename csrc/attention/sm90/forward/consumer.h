@@ -68,7 +68,7 @@ class Consumer {
       begin(smem_.tiles[told_]);
       float rescale[kRowsPerThread];
       shape(smem_.tiles[told_]);
-      softmax<false>(rescale);
+      redo_softmax(rescale);
       more = kAhead ? walk_ahead(rescale) : walk(rescale);
     }
   }
@@ -121,7 +121,7 @@ class Consumer {
         --key_;
       }
       shape(smem_.tiles[scored]);
-      const bool moved = softmax<true>(rescale);
+      const bool moved = softmax(rescale);
       if (leaves) {
         store(tile, ended);
         leave_tile();
@@ -156,7 +156,7 @@ class Consumer {
         pass_turn();
         finish_scores<1>();
         --key_;
-        fine = try_softmax<true>();
+        fine = try_softmax();
         first = false;
       } while (fine && key_ > end);
       // Seldom, and behind the loop, which would have to jump over it.
@@ -228,7 +228,7 @@ class Consumer {
         finish_scores<1>();
         --key_;
         shape(tile);
-        const bool moved = softmax<true>(rescale);
+        const bool moved = softmax(rescale);
         if (moved) multiply_rows(rO_, rescale);
         first = false;
       }
@@ -254,7 +254,7 @@ class Consumer {
       finish_scores<0>();
       begin(smem_.tiles[next]);
       shape(smem_.tiles[next]);
-      softmax<false>(rescale);
+      redo_softmax(rescale);
       release(&smem_.told.empty[told_][0], thread_);
       told_ = next;
     }
@@ -349,23 +349,23 @@ class Consumer {
     }
   }
 
-  // Scores become probabilities: the first of them beside the product with values, if one is under way, the
-  // others over those that it has read then. False if that was not to be, for want of maxima.
-  template <bool kBesideValues>
+  // Scores become probabilities: the first of them beside the product with values, the others over those that
+  // it has read then. False if that was not to be, for want of maxima.
   __device__ __forceinline__ bool try_softmax() {
     float offset[kRowsPerThread], sum[kRowsPerThread] = {};
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) offset[i] = state_.maximum[i] * factor_;
     uint32_t early[kEarlySteps][4];
-    // A branch, whose outcome it cannot know, keeps the compiler from waiting in front of them.
-    int begins = settled_;
-    asm volatile("" : "+r"(begins));
-    if (__builtin_expect(begins, true)) {
+    // Branches, whose outcome the compiler cannot know, keep it from waiting in front of the exponentials.
+    // All warps wait at one place: they may differ in this.
+    const int settled = ptx::another(static_cast<int>(settled_));
+    if (__builtin_expect(settled, true)) {
       exponentiate<Element, Summed, 0>(rS_, factor_, offset, sum, early);
     }
-    if constexpr (kBesideValues) finish_values();
+    finish_values();
+    if (__builtin_expect(!settled, false)) return false;
     exponentiate<Element, Summed, kEarlySteps>(rS_, factor_, offset, sum, late());
-    const bool fine = settled_ && fit(sum);
+    const bool fine = fit(sum);
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) state_.sum[i] += fine ? sum[i] : 0.0f;
 #pragma unroll
@@ -384,14 +384,8 @@ class Consumer {
     for (int i = 0; i < kRowsPerThread; ++i) state_.sum[i] += sum[i];
     return moved;
   }
-  template <bool kBesideValues>
   __device__ __forceinline__ bool softmax(float (&rescale)[kRowsPerThread]) {
-    if (__builtin_expect(settled_, true)) {
-      if (__builtin_expect(try_softmax<kBesideValues>(), true)) return false;
-    } else if constexpr (kBesideValues) {
-      finish_values();
-    }
-    return redo_softmax(rescale);
+    return !__builtin_expect(try_softmax(), true) && redo_softmax(rescale);
   }
   using Late = uint32_t[kKeySteps - kEarlySteps][4];
   __device__ __forceinline__ Late& late() { return reinterpret_cast<Late&>(rP_[kEarlySteps]); }
