@@ -15,6 +15,8 @@
 #include "attention/sm90/forward/smem_plan.h"
 #include "attention/sm90/forward/softmax.h"
 #include "attention/sm90/forward/store.h"
+#include "attention/sm90/forward/turns.h"
+#include "attention/sm90/forward/unseen.h"
 #include "ptx/control.h"
 #include "ptx/mbarrier.h"
 #include "ptx/wgmma.h"
@@ -22,13 +24,6 @@
 #include "sm90/ring.h"
 
 namespace pallas_attn::attention::sm90 {
-
-// Barrier 0 is __syncthreads.
-enum NamedBarrier {
-  // Values that nobody sees are zero. All math warpgroups arrive and wait.
-  kUnseenCleared = 1,
-  kTurn = 2,  // to issue products, of the first warpgroup, and one more of each other one
-};
 
 struct Nothing {};
 
@@ -45,24 +40,25 @@ class Consumer {
         group_(params.group),
         warpgroup_(warpgroup),
         thread_(thread),
+        turns_{warpgroup},
         at_(thread),
         window_(params),
         scale_(__ldg(params.scale)),
         factor_(shaped_ ? 1.0f : scale_ * kLog2E) {}
 
   __device__ void work() {
-    if (warpgroup_ == Shape::kMath - 1) pass_turn();
+    if (warpgroup_ == Shape::kMath - 1) turns_.pass();
     bool more = open(told_);
-    if (more && is_idle(told_)) let_turn_pass();
+    if (more && is_idle(told_)) turns_.let_pass();
     while (more) {
       if (is_idle(told_)) {
         more = stand_by();
         continue;
       }
       wait_for_keys();
-      take_turn();
+      turns_.take();
       issue_scores();
-      pass_turn();
+      turns_.pass();
       ask_for_pairs(smem_.tiles[told_]);
       finish_scores<0>();
       begin(smem_.tiles[told_]);
@@ -79,7 +75,7 @@ class Consumer {
   // of fp16 have the digits to show it.
   using Summed =
       std::conditional_t<kForm == Form::kFull && std::is_same_v<Element, __half>, Rounded<Element>, Exact>;
-  static constexpr int kKeySteps = kKeys / kStepDims, kEarlySteps = kKeySteps / 2;
+  static constexpr int kKeySteps = kKeys / kStepDims;
   static constexpr bool kAhead = Shape::kQueryStages > 1;  // with queries of the next tile
 
   // One loop over all key tiles of all tiles, so that its code is there once: short tiles are many, and what
@@ -104,15 +100,11 @@ class Consumer {
       }
       prepare_values(tile);
       wait_for_keys();
-      take_turn();
+      turns_.take();
       issue_scores();
       issue_values(first);
-      pass_turn();
-      if (leaves) {
-        ask_for_pairs(smem_.tiles[scored]);
-      } else {
-        ask_for_pairs(smem_.tiles[scored], key_ - 1);
-      }
+      turns_.pass();
+      ask_for_pairs(smem_.tiles[scored], (leaves ? smem_.tiles[scored].num_keys : key_) - 1);
       finish_scores<1>();
       const RowState ended = state_;
       if (leaves) {
@@ -131,9 +123,9 @@ class Consumer {
     }
     const Told& tile = smem_.tiles[told_];
     prepare_values(tile);
-    if (more) take_turn();
+    if (more) turns_.take();
     issue_values(first);
-    if (more) pass_turn();
+    if (more) turns_.pass();
     finish_values();
     store(tile, state_);
     leave_tile();
@@ -150,10 +142,10 @@ class Consumer {
       bool fine;
       do {
         wait_for_keys();
-        take_turn();
+        turns_.take();
         issue_scores();
         issue_values(first);
-        pass_turn();
+        turns_.pass();
         finish_scores<1>();
         --key_;
         fine = try_softmax();
@@ -187,12 +179,12 @@ class Consumer {
         release(&smem_.values.empty[value_stage_][0], thread_);
         advance(value_stage_, value_phases_);
         if (leaves) break;
-        let_turn_pass();
+        turns_.let_pass();
         --key_;
       }
       leave_tile();
       if (!more || !is_idle(told_)) return more;
-      let_turn_pass();
+      turns_.let_pass();
     }
   }
 
@@ -220,10 +212,10 @@ class Consumer {
         if (key_ == last_key_) break;
         prepare_values(tile);
         wait_for_keys();
-        take_turn();
+        turns_.take();
         issue_scores();
         issue_values(first);
-        pass_turn();
+        turns_.pass();
         ask_for_pairs(tile, key_ - 1);
         finish_scores<1>();
         --key_;
@@ -236,9 +228,9 @@ class Consumer {
       advance(query_stage_, query_phases_);
       const int next = next_told(told_);
       prepare_values(tile);
-      take_turn();
+      turns_.take();
       issue_values(first);
-      pass_turn();
+      turns_.pass();
       const bool more = open(next);
       finish_values();
       if (!more) {
@@ -246,9 +238,9 @@ class Consumer {
         return false;
       }
       wait_for_keys();
-      take_turn();
+      turns_.take();
       issue_scores();
-      pass_turn();
+      turns_.pass();
       ask_for_pairs(smem_.tiles[next]);
       store(tile, state_);
       finish_scores<0>();
@@ -349,46 +341,16 @@ class Consumer {
     }
   }
 
-  // Scores become probabilities: the first of them beside the product with values, the others over those that
-  // it has read then. False if that was not to be, for want of maxima.
+  // Over the probabilities that the product with values has been reading.
   __device__ __forceinline__ bool try_softmax() {
-    float offset[kRowsPerThread], sum[kRowsPerThread] = {};
-#pragma unroll
-    for (int i = 0; i < kRowsPerThread; ++i) offset[i] = state_.maximum[i] * factor_;
-    uint32_t early[kEarlySteps][4];
-    // Branches, whose outcome the compiler cannot know, keep it from waiting in front of the exponentials.
-    // All warps wait at one place: they may differ in this.
-    const int settled = ptx::another(static_cast<int>(settled_));
-    if (__builtin_expect(settled, true)) {
-      exponentiate<Element, Summed, 0>(rS_, factor_, offset, sum, early);
-    }
-    finish_values();
-    if (__builtin_expect(!settled, false)) return false;
-    exponentiate<Element, Summed, kEarlySteps>(rS_, factor_, offset, sum, late());
-    const bool fine = fit(sum);
-#pragma unroll
-    for (int i = 0; i < kRowsPerThread; ++i) state_.sum[i] += fine ? sum[i] : 0.0f;
-#pragma unroll
-    for (int step = 0; step < kEarlySteps; ++step) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) rP_[step][j] = early[step][j];
-    }
-    return fine;
+    return to_probabilities<Element, Summed>(rS_, factor_, state_, settled_, rP_, [&] { finish_values(); });
   }
-  // Behind a look at maxima. Whether earlier results are to be multiplied by `rescale`.
   __device__ __forceinline__ bool redo_softmax(float (&rescale)[kRowsPerThread]) {
-    float factor = factor_, offset[kRowsPerThread], sum[kRowsPerThread] = {};
-    const bool moved = follow_maxima(rS_, factor, offset, state_, settled_, rescale);
-    exponentiate<Element, Summed, 0>(rS_, factor, offset, sum, rP_);
-#pragma unroll
-    for (int i = 0; i < kRowsPerThread; ++i) state_.sum[i] += sum[i];
-    return moved;
+    return follow_to_probabilities<Element, Summed>(rS_, factor_, state_, settled_, rescale, rP_);
   }
   __device__ __forceinline__ bool softmax(float (&rescale)[kRowsPerThread]) {
     return !__builtin_expect(try_softmax(), true) && redo_softmax(rescale);
   }
-  using Late = uint32_t[kKeySteps - kEarlySteps][4];
-  __device__ __forceinline__ Late& late() { return reinterpret_cast<Late&>(rP_[kEarlySteps]); }
 
   // In front of a turn, so that it is short.
   __device__ __forceinline__ void wait_for_keys() {
@@ -399,25 +361,13 @@ class Consumer {
     multiply_keys<Element, Shape>(rS_, smem_.fragment_of(query_stage_, 0, warpgroup_), smem_.sK[key_stage_]);
   }
 
-  // A warpgroup is held while it issues the product of probabilities in registers, as long as that takes:
-  // taking turns at it, the others' exponentials run beside. Else all do the same at the same time.
-  static constexpr int kOfTurn = 2 * kWarpgroupThreads;  // the one that passes it and the one that takes it
-  __device__ __forceinline__ void take_turn() { ptx::named_barrier_sync(kTurn + warpgroup_, kOfTurn); }
-  __device__ __forceinline__ void pass_turn() {
-    ptx::named_barrier_arrive(kTurn + (warpgroup_ + 1) % Shape::kMath, kOfTurn);
-  }
-
-  __device__ __forceinline__ void let_turn_pass() {
-    take_turn();
-    pass_turn();
-  }
-
   // In front of a turn: all math warpgroups meet in it.
   __device__ __forceinline__ void prepare_values(const Tile& tile) {
     if (is_open()) return;
     ptx::mbarrier_wait(&smem_.values.full[value_stage_][0], value_phases_.full(value_stage_));
     if (kGathered) ptx::fence_async_shared();
-    clear_unseen(tile);
+    clear_unseen<Shape>(params_, tile, is_mixed(tile), smem_.sV[value_stage_], key_ * kKeys,
+                        warpgroup_ * kWarpgroupThreads + thread_);
   }
 
   // With the values of the key tile at work.
@@ -425,27 +375,6 @@ class Consumer {
     ptx::mbarrier_wait(&smem_.values.full[value_stage_][0], value_phases_.full(value_stage_));
     if (kGathered) ptx::fence_async_shared();
     multiply_values<Element, Shape>(rO_, rP_, smem_.sV[value_stage_], first);
-  }
-
-  // Values of keys that no query sees: their probabilities are zero, but zero times NaN is not.
-  __device__ __forceinline__ void clear_unseen(const Tile& tile) {
-    const int low = tile.seen_begin - key_ * kKeys, high = tile.seen_end - key_ * kKeys;
-    const bool mixed = is_mixed(tile);
-    if (low <= 0 && high >= kKeys && !mixed) return;
-    constexpr int kChunks = kRowBytes / sizeof(uint4);
-    auto& values = smem_.sV[value_stage_];
-    for (int piece = 0; piece < Shape::kValuePieces; ++piece) {
-#pragma unroll 1
-      for (int i = warpgroup_ * kWarpgroupThreads + thread_; i < kKeys * kChunks;
-           i += Shape::kConsumerThreads) {
-        const int row = i / kChunks;
-        const bool seen = row >= low && row < high;
-        if (!seen || (mixed && !is_own_key(params_, tile, key_ * kKeys + row)))
-          static_cast<uint4*>(values.row_of(piece, row))[i % kChunks] = make_uint4(0, 0, 0, 0);
-      }
-    }
-    ptx::fence_async_shared();
-    ptx::named_barrier_sync_unaligned(kUnseenCleared, Shape::kConsumerThreads);
   }
 
   // Until at most `kPending` products issued later are unfinished.
@@ -496,6 +425,7 @@ class Consumer {
   const Group group_;
   const int warpgroup_;
   const int thread_;
+  const Turns<Shape::kMath> turns_;
   const FragmentPosition at_;
   const Window window_;
 

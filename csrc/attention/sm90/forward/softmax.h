@@ -8,6 +8,7 @@
 
 #include "common/element_traits.h"
 #include "common/math.h"
+#include "ptx/control.h"
 #include "sm90/fragment.h"
 #include "sm90/online_softmax.h"
 
@@ -88,6 +89,50 @@ __device__ __forceinline__ bool fit(const float (&sum)[kRowsPerThread]) {
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) fits &= !(sum[i] > kMostOfShare);
   return __all_sync(0xffffffff, fits);
+}
+
+// Scores become probabilities, the A operand of the value product: the first half of them beside the last
+// product with values, which reads the probabilities of the step before, in registers of their own; the
+// others over those, once `finish_values` has waited for it. False if that was not to be, for want of maxima.
+template <typename Element, typename Summed, int kCount, int kSteps, typename Finish>
+__device__ __forceinline__ bool to_probabilities(const float (&rS)[kCount], float factor, RowState& state,
+                                                 bool settled, uint32_t (&rP)[kSteps][4],
+                                                 Finish finish_values) {
+  constexpr int kEarly = kSteps / 2;
+  float offset[kRowsPerThread], sum[kRowsPerThread] = {};
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) offset[i] = state.maximum[i] * factor;
+  uint32_t early[kEarly][4];
+  // Branches, whose outcome the compiler cannot know, keep it from waiting in front of the exponentials. All
+  // warps wait at one place: they may differ in this.
+  const int begins = ptx::another(static_cast<int>(settled));
+  if (__builtin_expect(begins, true)) exponentiate<Element, Summed, 0>(rS, factor, offset, sum, early);
+  finish_values();
+  if (__builtin_expect(!begins, false)) return false;
+  auto& late = reinterpret_cast<uint32_t (&)[kSteps - kEarly][4]>(rP[kEarly]);
+  exponentiate<Element, Summed, kEarly>(rS, factor, offset, sum, late);
+  const bool fine = fit(sum);
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) state.sum[i] += fine ? sum[i] : 0.0f;
+#pragma unroll
+  for (int step = 0; step < kEarly; ++step) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) rP[step][j] = early[step][j];
+  }
+  return fine;
+}
+
+// The same behind a look at maxima. Whether earlier results are to be multiplied by `rescale`.
+template <typename Element, typename Summed, int kCount, int kSteps>
+__device__ __forceinline__ bool follow_to_probabilities(float (&rS)[kCount], float factor, RowState& state,
+                                                        bool& settled, float (&rescale)[kRowsPerThread],
+                                                        uint32_t (&rP)[kSteps][4]) {
+  float offset[kRowsPerThread], sum[kRowsPerThread] = {};
+  const bool moved = follow_maxima(rS, factor, offset, state, settled, rescale);
+  exponentiate<Element, Summed, 0>(rS, factor, offset, sum, rP);
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) state.sum[i] += sum[i];
+  return moved;
 }
 
 }  // namespace pallas_attn::attention::sm90
