@@ -127,6 +127,7 @@ def test_the_hot_loops_are_as_measured(page_size):
 
 
 @pytest.mark.once
+@pytest.mark.sweep(sm=None)
 @pytest.mark.parametrize("sm", [90, 100])
 def test_latents_compile(sm):
     """576 elements of keys, 512 of which are values: one tile of them, for both products."""

@@ -57,6 +57,7 @@ def test_values_are_shared_out_among_the_tests_of_a_file():
 def test_numbers_name_nothing_and_all_else_does():
     assert [case["b"] for case in taken(items(product(seed=range(9), b="xyz")))] == list("xyz")
     assert taken(items(product(size=[(1, 2), (3, 4)]))) == [{"size": (1, 2)}]
+    assert taken(items(product(sm=[80, 90]))) == product(sm=[80, 90])
     named = product(option=[{"a": 1}, {"b": 1}, {"a": 2}, None, len, int])
     assert taken(items(named)) == [*named[:2], *named[3:]]
 
@@ -106,7 +107,7 @@ def values(items: list[Any]) -> set[tuple[str, str, str]]:
         marker = item.get_closest_marker("sweep")
         for name, value in arguments(item).items():
             if name not in (marker.kwargs if marker else ()) and not sample.is_case(value):
-                found |= {(item.nodeid.partition("::")[0], name, part) for part in sample.parts(value)}
+                found |= {(item.nodeid.partition("::")[0], name, part) for part in sample.parts(name, value)}
     return found
 
 
