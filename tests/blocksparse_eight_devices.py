@@ -82,6 +82,7 @@ def placed(mesh: jax.sharding.Mesh, specs: dict[str, P]) -> dict[str, jax.Array]
 
 @KINDS
 @IMPLEMENTATIONS
+@pytest.mark.sweep(implementation=None)
 def test_heads(kind, implementation):
     """Each device has some KV heads, their query heads and these heads' rows of the layout."""
     mesh = mesh_of(kind)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 import sample
+from host_build import build_stand_in
 
 # Tracing makes millions of objects that live long, and each collection walks them all.
 gc.set_threshold(100_000, 50, 100)
@@ -86,6 +87,12 @@ def as_users_have_it() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="session")
+def backward_on_host(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Attention's backward pass, for its own tests and those of block-sparse gradients: built once."""
+    return build_stand_in(tmp_path_factory.mktemp("stand_in"), "attention_backward")
 
 
 @pytest.fixture

@@ -319,6 +319,7 @@ def test_vmap_twice(kind):
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.sweep(scheduled=None)
 def test_vmap_of_every_operand_without_a_mesh(scheduled):
     """Several devices are enough for a call to be asked how it is cut; `vmap` hands it a dict in another order."""
     rng = np.random.default_rng(1)

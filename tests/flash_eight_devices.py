@@ -71,6 +71,7 @@ def test_batch_and_heads(kind, implementation):
         assert got[name].sharding.is_equivalent_to(NamedSharding(mesh, TOKENS), 4)
 
 
+@pytest.mark.slow
 @KINDS
 def test_what_is_sharded_otherwise_is_brought_together(kind):
     mesh = mesh_of(kind)
@@ -81,6 +82,7 @@ def test_what_is_sharded_otherwise_is_brought_together(kind):
 
 @pytest.mark.parametrize("ids", [P("data"), P()], ids=["sharded", "whole"])
 @pytest.mark.parametrize("form", ["segment_ids", "pair", "lengths", "of keys"])
+@pytest.mark.sweep(form=None)
 def test_documents_in_a_mesh_that_is_set(form, ids):
     """Ids and lengths are looked into before a kernel runs, by each device where they lie."""
     of_tokens, lengths = arguments()["segment_ids"], jnp.array([40, 3, 0, 17], jnp.int32)

@@ -16,6 +16,7 @@ from tokenizers import decoders, pre_tokenizers, processors
 from tokenizers import models as bpe_models
 
 from pallas_attn.models import Llama, LlamaConfig, LoadedModel, default_model_path, load_gguf
+from pallas_attn.models.gguf_tokenizer import gguf_tokenizer
 
 TINY = LlamaConfig(
     vocab_size=97,
@@ -79,6 +80,16 @@ def smollm2() -> LoadedModel:
     except FileNotFoundError as error:
         pytest.skip(str(error))
     return load_gguf(path)
+
+
+@functools.cache
+def smollm2_tokenizer():
+    """Without the weights, which take as long again."""
+    try:
+        fields = gguf.GGUFReader(default_model_path()).fields
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    return gguf_tokenizer(lambda name: fields[name].contents() if name in fields else None)
 
 
 def write_tiny(

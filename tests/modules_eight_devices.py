@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_attn import PagedKVCache, PagedLatentCache, compat, merge_states, nn
 
+pytestmark = pytest.mark.slow  # what they call is sharded in the other files
 SEQS, HEADS, TOKEN_HEADS = P("seq"), P(None, None, "head"), P(None, "head")
 TABLES = jnp.arange(8, dtype=jnp.int32).reshape(4, 2)
 BATCH = jnp.array([[0, 1, 2], [-1, -1, -1], [0, 1, -1], [0, -1, -1]], jnp.int32)

@@ -25,6 +25,7 @@ import pallas_attn
 
 @KINDS
 @IMPLEMENTATIONS
+@pytest.mark.sweep(kind=None, implementation=None)
 def test_mla_prefill(kind, implementation):
     """Over heads: of a device are its query's, and its part of the up-projections."""
     rng = np.random.default_rng(0)

@@ -1,9 +1,10 @@
-"""Which tests `--sample` takes: of each file as few cases as have every test and every value of every argument.
+"""Which tests `--sample` takes: of each file as few cases as have every test and all that its arguments name.
 
 Of an op's case (`pallas_attn/testing`) that is every size but lengths, and every option beside each implementation; of
-a name what stands between its commas. A test may say what of an argument's values is to be there:
-`sweep(case=options_of)`, `sweep(seed=None)` for any of them. All cases are taken of negative controls, which are marked
-`control`, and none of what else is marked `slow`.
+a name what stands between its commas, of a mapping its keys. Numbers, and what is made of them, name nothing, but for
+those of GPUs: any will do. A test may say what of an argument's values is to be there: `sweep(case=options_of)`,
+`sweep(name=None)` for any of them. All cases are taken of negative controls, which are marked `control`, and none of
+what else is marked `slow`.
 """
 
 import collections
@@ -15,6 +16,8 @@ import pytest
 
 # Every case has lengths of its own.
 LENGTHS = {"seq_lens", "lens", "kv_len", "lengths", "spare_pages", "fast"}
+# Numbers that are names.
+GPUS = {"sm", "capability"}
 
 
 def left_out_of(items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -57,11 +60,18 @@ def _contents(item: pytest.Item) -> Iterator[Hashable]:
             yield from ((value.op, *one) for one in sizes(value))
             yield from ((*beside, option) for option in options(value))
         else:
-            yield from ((name, part) for part in parts(value))
+            yield from ((name, part) for part in parts(name, value))
 
 
-def parts(value: Any) -> list[str]:
-    return value.split(", ") if isinstance(value, str) else [repr(value)]
+def parts(name: str, value: Any) -> list[str]:
+    if isinstance(value, str):
+        return value.split(", ")
+    if isinstance(value, dict):
+        return [*map(str, value)]
+    if value is None or isinstance(value, bool) or name in GPUS:
+        return [str(value)]
+    # Functions, types, members of an enumeration.
+    return [name for name in [getattr(value, "__name__", getattr(value, "name", None))] if name]
 
 
 def is_case(value: Any) -> bool:

@@ -85,6 +85,7 @@ def rows_of_mine(case, implementation: str, config) -> list[bytes]:
         *(pytest.param(*pair, marks=pytest.mark.gpu) for pair in itertools.product(OPTIONS, COMPILED)),
     ],
 )
+@pytest.mark.sweep(options=lambda options: [len(OPTIONS[options]) > 1])
 def test_paged_attention(options, implementation):
     chosen = dict(OPTIONS[options])
     config = None

@@ -76,6 +76,7 @@ def forms(call, empty) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.once
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.sweep(name=None)

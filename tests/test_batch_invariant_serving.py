@@ -146,13 +146,14 @@ def everywhere(engine: Engine, mine, others, fewer: int) -> dict[str, bytes]:
         ("dense", "bfloat16", None),
         ("dense", "bfloat16", "float8_e4m3fn"),
         ("dense", "float32", "float8_e5m2"),
-        ("experts", "float32", None),
+        pytest.param("experts", "float32", None, marks=pytest.mark.slow),
         ("windows, sinks, experts with biases", "bfloat16", None),
         ("windows, sinks, experts with biases", "float32", "float8_e4m3fn"),
         ("latents", "float32", None),
         ("deepseek", "float32", None),
     ],
 )
+@pytest.mark.sweep(cache_dtype=lambda dtype: [dtype is None])
 def test_scores_are_those_of_the_request_alone(kind, dtype, cache_dtype, prompts, short_splits):
     """Of what a CPU computes nothing is promised, since its products may round the last of their rows otherwise. In
     these cases none does, so that whatever else depended on the batch would show; the rest is for `test_on_a_gpu`."""

@@ -6,6 +6,7 @@ import pytest
 pytestmark = pytest.mark.once
 
 
+@pytest.mark.slow
 def test_a_table_and_its_picture(tmp_path, capsys):
     table = tmp_path / "forms.csv"
     benchmark.main(["--tiny", "--out", str(table)])

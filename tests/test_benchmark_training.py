@@ -80,6 +80,7 @@ def test_every_attention_of_ours_is_told_of_the_same_documents():
         np.testing.assert_allclose(np.float32(got), np.float32(expected), atol=2e-2)
 
 
+@pytest.mark.slow
 def test_a_tiny_model_learns_alike_by_two_attentions(tmp_path, capsys, monkeypatch):
     out = tmp_path / "t.csv"
     command = ["--tiny", "--losses", "--steps", "30", "--attentions", "jax-xla", "xla-ids", "--out", str(out)]

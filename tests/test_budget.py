@@ -36,7 +36,6 @@ DRAWN = [
 
 @pytest.mark.once
 @pytest.mark.parametrize(("op", "seed", "sm"), DRAWN)
-@pytest.mark.sweep(seed=None)
 def test_drawn_calls_fit(op, seed, sm):
     """`python tests/measured_budget.py` draws more of them."""
     drawn = drawn_shapes.draw(op, seed)

@@ -183,6 +183,7 @@ DEFAULT_SIGNAL = (
 )
 
 
+@pytest.mark.slow
 def test_an_interrupt_stops_an_answer_and_then_leaves(tiny):
     """The first Ctrl-C during an answer stops it, and the conversation goes on; one between answers leaves."""
     sizes = ["--max-len", "16000", "--max-new-tokens", "12000"]

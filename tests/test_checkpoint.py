@@ -78,7 +78,8 @@ def answered(saved):
     return answer
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2-windows"])
+@pytest.mark.parametrize("family", ["qwen2-windows", "mistral"])
+@pytest.mark.sweep(family=None)
 def test_logits_are_those_of_transformers(saved, answered, family):
     """After a prompt read whole, and in chunks, where windows make a difference of it, and in 16 steps behind it."""
     import torch
@@ -224,6 +225,7 @@ def test_deepseek_and_kimi_load_from_their_folders(tmp_path):
         assert np.abs(got.logits[0, 0] - expected).max() < 2e-3
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_a_folder(saved):
     from pallas_attn.cli import main
 

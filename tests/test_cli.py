@@ -174,6 +174,7 @@ def test_prompts_of_a_file_go_through_the_engine(tiny, capsys, tmp_path):
     assert "generate: argument 'prefill_chunk': expected at least 1, got 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_batch_invariant_answers(tiny, capsys, tmp_path):
     """In a batch and from a file."""
     options = ["--model", tiny, "--raw", "--max-new-tokens", "4", "--page-size", "4", "--prefill-chunk", "16"]
@@ -240,6 +241,7 @@ def test_a_prompt_that_is_too_long_is_named_by_its_line(tiny, capsys, tmp_path):
         assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_generate_repeats_with_its_seed(tiny, capsys):
     def answer(seed):
         options = ["--temperature", "2", "--seed", str(seed), "--max-new-tokens", "12"]
@@ -249,6 +251,7 @@ def test_generate_repeats_with_its_seed(tiny, capsys):
     assert answer(1) == answer(1) != answer(2)
 
 
+@pytest.mark.slow
 def test_check_agrees_with_transformers(tiny, capsys):
     import_torch()
     command = ["generate", "--model", tiny, "--raw", "--prompt", "hello", "--prompt", "x", "--check"]
@@ -350,7 +353,7 @@ def test_importing_the_package_imports_nothing_optional():
     assert done.stdout.strip() == "[]", done.stderr
 
 
-@pytest.mark.sweep(missing=None, arguments=None)
+@pytest.mark.sweep(missing=None, extra=None)
 @pytest.mark.parametrize(
     ("missing", "arguments", "extra"),
     [

@@ -93,6 +93,7 @@ def test_a_decoder_takes_fp8_latents(decoder):
         generate(decoder, [[1, 2]], cache_dtype="int8")
 
 
+@pytest.mark.slow
 def test_the_scales_of_fp8_latents_are_chosen(decoder):
     by_default, powers, exact = (
         first_chunk(decoder, dtype=FP8, **options)
@@ -102,6 +103,7 @@ def test_the_scales_of_fp8_latents_are_chosen(decoder):
     assert np.abs(by_default - exact).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_a_folder_of_v32_loads(reference, decoder, tmp_path):
     reference.save_pretrained(tmp_path)
     write_tokenizer(tmp_path, 97)

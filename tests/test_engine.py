@@ -172,13 +172,13 @@ def tiny_deepseek() -> DeepSeek:
 @pytest.mark.parametrize(
     "make",
     [
-        tiny_deepseek,
         lambda: tiny_llama(attention="mla"),
+        tiny_deepseek,
         lambda: tiny_llama(
             config=dataclasses.replace(TINY, sliding_window=6, full_layers=(1,), qkv_bias=True, qk_norm=True)
         ),
     ],
-    ids=["deepseek", "latent-gqa", "alternating windows"],
+    ids=["latent-gqa", "deepseek", "alternating windows"],
 )
 @pytest.mark.sweep(make=None)
 def test_every_kind_of_decoder_is_served(make):

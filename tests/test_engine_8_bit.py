@@ -11,7 +11,7 @@ from models_support import TINY, tiny_llama
 
 from pallas_attn.models import Engine
 
-pytestmark = pytest.mark.once  # what it is made of is tested on both
+pytestmark = [pytest.mark.once, pytest.mark.slow]  # what it is made of is tested by itself, on both jax
 
 SIZES = dict(max_len=64, num_rows=4, page_size=4, step_tokens=16)
 LARGER = 48
@@ -98,7 +98,6 @@ def test_an_8_bit_cache_is_not_bound_to_its_first_request(uneven, exact):
 
 
 @pytest.mark.parametrize("cache_dtype", [None, "int8", "float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.sweep(cache_dtype=None)
 def test_answers_do_not_depend_on_what_was_served_before(cache_dtype):
     """Another request with the same beginning, then a token whose keys and values are 10 million times as large, in the
     page where the two part. What was found is read as what was computed, and others' pages are as good as new."""

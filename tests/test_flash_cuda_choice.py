@@ -122,6 +122,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sweep(case=lambda case: CASES[case])
 def test_what_the_kernel_is_handed_makes_the_gradients(monkeypatch, case):
     """Of a sink and of the log-sum-exp, too."""
     hopper_on_cpu.stand_in(monkeypatch)

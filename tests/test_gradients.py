@@ -68,6 +68,7 @@ def loss(out, lse):
 @pytest.mark.parametrize(
     "option", [name if name == "logits" else pytest.param(name, marks=pytest.mark.once) for name in OPTIONS]
 )
+@pytest.mark.sweep(option=lambda option: OPTIONS[option])
 def test_paged_attention(option):
     # More than one chunk of the loop; every query sees a token, or the dense form would divide by zero.
     case = cases.DecodeCase((300, 0, 17), 4, 2, 8, 16, "float32", **OPTIONS[option])

@@ -122,6 +122,7 @@ SPARSE = {
 @DTYPES
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.sweep(name=None)
 def test_block_sparse_keys_that_nobody_sees(name, implementation, dtype):
     """Hold NaN, and queries that see nothing get NaN back."""
     lens, block_size, q_block_size, mask = SPARSE[name]

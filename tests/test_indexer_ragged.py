@@ -13,6 +13,7 @@ from pallas_attn.nn import IndexerConfig, MLAConfig
 
 @pytest.mark.once
 @pytest.mark.parametrize("dtype", [jnp.float32, FP8])
+@pytest.mark.sweep(dtype=None)
 def test_ragged_and_batched_choose_and_attend_alike(dtype):
     """Chunks of two prompts end to end with padding behind, then a token of one beside a chunk of the other."""
     config = DeepSeekConfig(

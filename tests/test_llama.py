@@ -48,6 +48,7 @@ def dense_logits(model: Llama, tokens: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.sweep(implementation=None)
 def test_decoding_from_pages_equals_a_dense_pass(implementation):
     model = tiny_llama(implementation=implementation)
     tokens = np.random.default_rng(1).integers(0, TINY.vocab_size, (2, 11)).astype(np.int32)

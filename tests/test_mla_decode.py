@@ -253,7 +253,6 @@ def test_a_schedule_for_other_lengths_stays_inside_memory(implementation):
 
 @pytest.mark.once
 @pytest.mark.parametrize("num_seqs", [3, 130])
-@pytest.mark.sweep(num_seqs=None)
 def test_a_length_beyond_all_memory_spoils_no_other_sequence(num_seqs):
     """Of the schedule too, whose sums would overflow."""
     case = cases.MLADecodeCase((65, 1, 64), 4)

@@ -230,6 +230,7 @@ IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", COMPOSED)
+@pytest.mark.sweep(name=lambda name: [COMPOSED[name].op])
 def test_is_what_all_pairs_say(name, implementation):
     case = COMPOSED[name]
     given = inputs(case.op, case.options.get("one_query", False))
@@ -334,6 +335,7 @@ def test_64_bit_types_change_nothing(op):
         all_close(attend(case, given, "xla"), want)
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_transformations_and_gradients():
     """Of "xla", which has gradients: those of what a score_mod captures too."""
@@ -385,7 +387,7 @@ def test_many_closures_compile_once():
     jax.clear_caches()  # another test may have compiled it
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
     try:
-        for i in range(50):
+        for i in range(8):
             slopes, prefixes = (jnp.asarray(np.asarray(x) + i) for x in (SLOPES, PREFIXES))
             attend(Case("paged", mods.alibi(slopes), mods.prefix_lm(prefixes)), given, "xla")
             counts.append(compiled.count("/jax/core/compile/backend_compile_duration"))

@@ -165,6 +165,7 @@ def shares_of(problem: Problem, refs, monkeypatch) -> list[tuple[splits.Share, t
 
 
 @pytest.mark.parametrize("long", [0, 1, 3, 12])
+@pytest.mark.sweep(long=lambda long: [long > 0])
 def test_few_blocks_share_the_work_items_of_many(long, refs_are_arrays, monkeypatch):
     """64 sequences, of which none, one or more have five query tokens: the fewer, the more splits each may have."""
     q_lens = [5] * long + [1] * (64 - long)
@@ -220,6 +221,7 @@ def test_short_tables_are_left_whole_where_they_fill_the_device():
 @pytest.mark.parametrize("implementation", ["interpret", *ON_GPU])
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("q_lens", [(1, 1, 1, 2, 1, 20, 1), (1, 40, 1, 30, 17, 1, 90)])
+@pytest.mark.sweep(window=None)
 def test_a_giant_beside_short_ones_and_prompts(implementation, q_lens, window):
     lens = (1500, 300, 33, 700, 17, 64, 90)
     tiles = dict(block_kv=16, min_split_tokens=16, target_programs=24)

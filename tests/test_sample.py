@@ -41,17 +41,25 @@ def product(**values: Any) -> list[dict[str, Any]]:
 
 
 def test_of_a_product_a_diagonal_is_taken():
-    cases = taken(items(product(a=range(6), b="xyz", c=[False, True])))
-    assert [case["a"] for case in cases] == [0, 1, 2, 3, 4, 5]
+    cases = taken(items(product(a="abcdef", b="xyz", c=[False, True])))
+    assert [case["a"] for case in cases] == list("abcdef")
     assert sorted(case["b"] for case in cases) == list("xxyyzz")
     assert sorted(case["c"] for case in cases) == [False] * 3 + [True] * 3
 
 
 def test_values_are_shared_out_among_the_tests_of_a_file():
-    tests = [case for name in "pqrs" for case in items(product(a=[0, 1], name=[name]), f"test_{name}")]
+    tests = [case for name in "pqrs" for case in items(product(a="ab", name=[name]), f"test_{name}")]
     cases = taken(tests)
     assert [case["name"] for case in cases] == list("pqrs")
-    assert sorted(case["a"] for case in cases) == [0, 0, 1, 1]
+    assert sorted(case["a"] for case in cases) == list("aabb")
+
+
+def test_numbers_name_nothing_and_all_else_does():
+    assert [case["b"] for case in taken(items(product(seed=range(9), b="xyz")))] == list("xyz")
+    assert taken(items(product(size=[(1, 2), (3, 4)]))) == [{"size": (1, 2)}]
+    assert taken(items(product(sm=[80, 90]))) == product(sm=[80, 90])
+    named = product(option=[{"a": 1}, {"b": 1}, {"a": 2}, None, len, int])
+    assert taken(items(named)) == [*named[:2], *named[3:]]
 
 
 def test_all_of_a_control_is_taken_and_nothing_else_that_is_slow():
@@ -65,9 +73,8 @@ def test_all_of_a_control_is_taken_and_nothing_else_that_is_slow():
 
 
 def test_a_test_says_what_is_to_be_there():
-    seeds = product(seed=range(9), b="xyz")
-    assert [case["b"] for case in taken(items(seeds, seed=None))] == list("xyz")
-    assert taken(items(product(seed=range(9)), seed=None)) == [{"seed": 0}]
+    assert taken(items(product(b="xyz"), b=None)) == [{"b": "x"}]
+    assert taken(items(product(seed=range(9)), seed=lambda seed: [seed > 4])) == [{"seed": 0}, {"seed": 5}]
     parts = product(name=["ab", "b", "bc", "ca"])
     assert taken(items(parts, name=set)) == [{"name": "ab"}, {"name": "bc"}]
 
@@ -100,7 +107,7 @@ def values(items: list[Any]) -> set[tuple[str, str, str]]:
         marker = item.get_closest_marker("sweep")
         for name, value in arguments(item).items():
             if name not in (marker.kwargs if marker else ()) and not sample.is_case(value):
-                found |= {(item.nodeid.partition("::")[0], name, part) for part in sample.parts(value)}
+                found |= {(item.nodeid.partition("::")[0], name, part) for part in sample.parts(name, value)}
     return found
 
 

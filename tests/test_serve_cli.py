@@ -68,6 +68,7 @@ def model(tmp_path_factory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf", context_length=CONTEXT, eos=None)
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_a_stop_finishes_what_was_accepted(model):
     with process("--model", model, *SMALL) as (server, url):

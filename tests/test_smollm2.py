@@ -52,6 +52,7 @@ def test_tokens_and_logits_are_those_of_transformers():
     from pallas_attn.models.compare import TransformersModel, compare
 
     tokenizer = smollm2().tokenizer
+    assert tokenizer.vocab_size == smollm2().model.config.vocab_size
     assert "Paris" in tokenizer.decode(ours().row(0))
     assert tokenizer.eos_token_id in ours().row(0)[:12]
     reference = TransformersModel(default_model_path(), "float32")

@@ -149,6 +149,7 @@ while told_to_end.is_alive():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_processes_that_fill_the_cache_at_once_read_whole_files(kept):
     """Each writes another text under one name, and reads what any wrote, until all have read what another wrote."""

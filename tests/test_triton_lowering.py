@@ -303,6 +303,7 @@ def test_has_no_gradients():
         lowering.lower_for_gpu(jax.grad(loss), *triton_kernels.arguments())
 
 
+@pytest.mark.slow
 def test_without_pallas_triton_none_chooses_it_and_nothing_warns(tmp_path):
     program = """
 import sys, warnings

@@ -97,6 +97,7 @@ print("warps:", compiler.compile_kernel("text", 90, 2, 3).num_warps)
     [(FORKED, ""), (AT_EXIT, "warps: 2\n"), (NO_THREAD, "warps: 2\n")],
     ids=["forked", "at exit", "no thread"],
 )
+@pytest.mark.slow
 def test_where_no_other_thread_compiles(then, said):
     """The child of a fork waited for its parent's threads for ever; behind the interpreter's last one none begins."""
     command = [sys.executable, "-W", "ignore", "-c", STAND_IN + then]

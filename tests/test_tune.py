@@ -198,6 +198,7 @@ def test_ragged_points_are_of_one_launch(q_len, launch, other, h100):
         point.config(block_kb=16)
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_tune_serves_ragged_attention_too(small, tmp_path, monkeypatch):
     monkeypatch.setattr(RaggedAttentionPoint, "candidates", lambda self: [{}])

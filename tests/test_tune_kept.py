@@ -225,6 +225,7 @@ def test_entries_are_for_queries_as_wide_as_were_measured(monkeypatch):
         assert taken(monkeypatch, *kinds) == "none"
 
 
+@pytest.mark.slow
 def test_calls_of_every_op_have_what_their_keys_say(monkeypatch):
     """What a point writes, its call finds: a field that only one side had would serve nothing."""
     seen: dict[str, dict] = {}

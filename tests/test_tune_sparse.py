@@ -30,6 +30,7 @@ def test_candidates_are_distinct_and_begin_with_the_heuristic(num_heads, cache_d
     assert point.read_bytes == 2 * 2048 * (656 if cache_dtype else 1152)
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_a_call_takes_what_was_measured_for_its_kind_of_latents(tmp_path, monkeypatch):
     for module, name in ((timing, "MOST_SETS"), (timing, "QUEUED"), (points, "REPEATS")):

@@ -37,6 +37,7 @@ def found_by_pyright() -> dict[int, list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_pyright_sees_what_calls_return_and_which_names_there_are():
     found, wrong = found_by_pyright(), []

@@ -90,7 +90,7 @@ def everything(served: Served) -> dict:
     }
 
 
-@pytest.mark.sweep(cache_dtype=None, factor=None)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache_dtype", "factor"), [("int8", 30), ("float8_e4m3fn", 1e6), ("float8_e5m2", 1e9)]
 )
