@@ -1,8 +1,8 @@
 """Which tests `--sample` takes: of each file as few cases as have every test and all that its arguments name.
 
 Of an op's case (`pallas_attn/testing`) that is every size but lengths, and every option beside each implementation; of
-a name what stands between its commas, of a mapping its keys. Numbers, and what is made of them, name nothing, but for
-those of GPUs: any will do. A test may say what of an argument's values is to be there: `sweep(case=options_of)`,
+a name what stands between its commas, of a mapping its keys. Of numbers, and what is made of them, any will do, but for
+those of GPUs. A test may say what of an argument's values is to be there: `sweep(case=options_of)`,
 `sweep(name=None)` for any of them. All cases are taken of negative controls, which are marked `control`, and none of
 what else is marked `slow`.
 """
@@ -70,8 +70,8 @@ def parts(name: str, value: Any) -> list[str]:
         return [*map(str, value)]
     if value is None or isinstance(value, bool) or name in GPUS:
         return [str(value)]
-    # Functions, types, members of an enumeration.
-    return [name for name in [getattr(value, "__name__", getattr(value, "name", None))] if name]
+    # Functions, types, members of an enumeration; else its kind, so that a number has a case beside None.
+    return [str(getattr(value, "__name__", getattr(value, "name", type(value).__name__)))]
 
 
 def is_case(value: Any) -> bool:

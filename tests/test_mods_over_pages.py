@@ -387,7 +387,7 @@ def test_many_closures_compile_once():
     jax.clear_caches()  # another test may have compiled it
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
     try:
-        for i in range(8):
+        for i in range(50):
             slopes, prefixes = (jnp.asarray(np.asarray(x) + i) for x in (SLOPES, PREFIXES))
             attend(Case("paged", mods.alibi(slopes), mods.prefix_lm(prefixes)), given, "xla")
             counts.append(compiled.count("/jax/core/compile/backend_compile_duration"))
