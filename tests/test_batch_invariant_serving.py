@@ -145,9 +145,9 @@ def everywhere(engine: Engine, mine, others, fewer: int) -> dict[str, bytes]:
         ("dense", "float32", None),
         ("dense", "bfloat16", None),
         ("dense", "bfloat16", "float8_e4m3fn"),
-        ("dense", "float32", "float8_e5m2"),
+        pytest.param("dense", "float32", "float8_e5m2", marks=pytest.mark.slow),
         pytest.param("experts", "float32", None, marks=pytest.mark.slow),
-        ("windows, sinks, experts with biases", "bfloat16", None),
+        pytest.param("windows, sinks, experts with biases", "bfloat16", None, marks=pytest.mark.slow),
         ("windows, sinks, experts with biases", "float32", "float8_e4m3fn"),
         ("latents", "float32", None),
         ("deepseek", "float32", None),
@@ -195,6 +195,7 @@ def test_one_program_without_attention_that_is_invariant_is_not_enough(prompts, 
     assert alone != beside
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_each_row_is_chosen_for_by_the_program_of_its_own_sampling(prompts, monkeypatch):
     mine, others = prompts

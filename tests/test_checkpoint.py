@@ -78,8 +78,8 @@ def answered(saved):
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2-windows", "mistral"])
-@pytest.mark.sweep(family=None)
 def test_logits_are_those_of_transformers(saved, answered, family):
     """After a prompt read whole, and in chunks, where windows make a difference of it, and in 16 steps behind it."""
     import torch

@@ -103,7 +103,7 @@ def step(graph, weights, tokens, positions, cache):
 
 
 @pytest.mark.parametrize("name", ["v2-lite", "v2-yarn", "v3", "v3-yarn"])
-@pytest.mark.sweep(name=lambda name: name.split("-"))
+@pytest.mark.sweep(name=lambda name: name.split("-")[:1])
 def test_prefill_and_greedy_decoding_equal_transformers(name):
     model = theirs(name)
     graph, weights = nnx.split(ours(model))

@@ -95,6 +95,7 @@ def test_edges(lengths, num_parts):
     check(lengths, num_parts)
 
 
+@pytest.mark.slow
 @pytest.mark.once
 @settings(max_examples=100, deadline=None)
 @given(problems(), st.sampled_from([1, 2]))

@@ -295,6 +295,7 @@ def _mods(mask: Any, num_seqs: int, max_len: int, score: Any = None) -> Any:
     return over_pages(ArgumentChecker("f"), sizes, score, mask, shared_seqs=True)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_what_is_left_holds_all_that_is_seen():
     find = jax.jit(of_sequences, static_argnums=(2, 3))

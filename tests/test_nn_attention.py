@@ -65,6 +65,7 @@ def test_a_prompt_sees_what_decoding_sees(name, implementation):
         assert np.abs(prompted("plain", "xla") - whole).max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_a_prompts_window_may_be_traced():
     """As layers have it that are scanned while their windows alternate; in place of the module's own."""

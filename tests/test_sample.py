@@ -54,7 +54,7 @@ def test_values_are_shared_out_among_the_tests_of_a_file():
     assert sorted(case["a"] for case in cases) == list("aabb")
 
 
-def test_numbers_name_nothing_and_all_else_does():
+def test_of_numbers_any_will_do_and_of_nothing_else():
     assert [case["b"] for case in taken(items(product(seed=range(9), b="xyz")))] == list("xyz")
     assert taken(items(product(size=[(1, 2), (3, 4)]))) == [{"size": (1, 2)}]
     assert taken(items(product(sm=[80, 90]))) == product(sm=[80, 90])

@@ -195,9 +195,9 @@ SERVED: dict[str, tuple[Sampling, Sampling]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.once
 @pytest.mark.parametrize("name", SERVED)
-@pytest.mark.sweep(name=None)
 def test_generate_and_engine_serve_the_same(model, name):
     samplings = SERVED[name]
     answers, logprobs = by_generate(model, samplings)
