@@ -72,23 +72,24 @@ def import_torch():
     return torch
 
 
-@functools.cache
-def smollm2() -> LoadedModel:
-    """SmolLM2-135M-Instruct in float32; skips the test where its wheel is not installed."""
+def smollm2_path():
+    """Of SmolLM2-135M-Instruct; skips the test where its wheel is not installed."""
     try:
-        path = default_model_path()
+        return default_model_path()
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    return load_gguf(path)
+
+
+@functools.cache
+def smollm2() -> LoadedModel:
+    """In float32."""
+    return load_gguf(smollm2_path())
 
 
 @functools.cache
 def smollm2_tokenizer():
     """Without the weights, which take as long again."""
-    try:
-        fields = gguf.GGUFReader(default_model_path()).fields
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+    fields = gguf.GGUFReader(smollm2_path()).fields
     return gguf_tokenizer(lambda name: fields[name].contents() if name in fields else None)
 
 

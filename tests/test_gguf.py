@@ -7,10 +7,10 @@ import re
 import gguf
 import numpy as np
 import pytest
-from models_support import TINY, smollm2_tokenizer, tiny_llama, write_tiny
+from models_support import TINY, smollm2_path, smollm2_tokenizer, tiny_llama, write_tiny
 from tokenizers import pre_tokenizers
 
-from pallas_attn.models import default_model_path, generate, gguf_loader, load_gguf
+from pallas_attn.models import generate, gguf_loader, load_gguf
 from pallas_attn.models.gguf_loader import rotary_halves
 
 pytestmark = pytest.mark.once  # files
@@ -42,8 +42,7 @@ NUMERALS = ["x  7", "a   12 b", "½ ⅷ", "²³ ٣٤٥ 七"]
 def reference():
     """transformers' tokenizer of the same file."""
     transformers = pytest.importorskip("transformers")
-    smollm2_tokenizer()
-    path = default_model_path()
+    path = smollm2_path()
     return transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
 
 
