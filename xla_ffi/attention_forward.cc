@@ -30,7 +30,7 @@ ffi::Error attention_forward(
     ffi::AnyBuffer block_tables, ffi::AnyBuffer seq_lens, ffi::AnyBuffer num_seqs, ffi::AnyBuffer window,
     ffi::AnyBuffer scale, ffi::AnyBuffer sinks, ffi::AnyBuffer alibi, ffi::AnyBuffer key_scale,
     ffi::AnyBuffer value_scale, ffi::AnyBuffer new_key, ffi::AnyBuffer new_value, ffi::AnyBuffer kept_out,
-    ffi::AnyBuffer kept_lse, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
+    ffi::AnyBuffer kept_lse, ffi::AnyBuffer taken, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
     ffi::Result<ffi::AnyBuffer> rest, ffi::Result<ffi::AnyBuffer> low, ffi::Result<ffi::AnyBuffer> counters,
     ffi::Result<ffi::AnyBuffer> items, ffi::Result<ffi::AnyBuffer> split_tiles,
     ffi::Result<ffi::AnyBuffer> first_tile, ffi::Result<ffi::AnyBuffer> partial_out,
@@ -65,9 +65,11 @@ ffi::Error attention_forward(
   const bool of_bytes = stored != dtype;
   check.require(paged || !of_bytes, "key", "a cache in pages of one byte a number", "rows");
   for (const auto& [name, scales] : {std::pair{"key_scale", key_scale}, {"value_scale", value_scale}}) {
-    const bool by_page = scales.dimensions().size() == 2;
+    // Those of heads also of rows that were made of bytes.
+    const bool by_page = of_bytes && scales.dimensions().size() == 2;
+    const bool none = !of_bytes && scales.element_count() == 0;
     const std::vector<int64_t> shape = by_page ? std::vector<int64_t>{keys.batch, keys.heads}
-                                               : std::vector<int64_t>{of_bytes ? keys.heads : 0};
+                                               : std::vector<int64_t>{none ? 0 : keys.heads};
     check.array(name, scales, shape, {DataType::F32});
   }
   const bool apart = new_key.element_count() > 0;
@@ -99,6 +101,7 @@ ffi::Error attention_forward(
   check.array("q_ranks", q_ranks, {ranked ? queries.batch * queries.tokens : 0}, {DataType::S32});
   check.array("k_ranks", k_ranks, {ranked ? keys.batch * keys.tokens : 0}, {DataType::S32});
   check.array("seq_lens", seq_lens, {paged ? seqs : 0}, {DataType::S32});
+  check.array("taken", taken, {taken.element_count() == 0 ? 0 : seqs}, {DataType::S32});
   check.array("num_seqs", num_seqs, {num_seqs.element_count() == 0 ? 0 : 1}, {DataType::S32});
   if (paged)
     check.require(block_tables.dimensions()[0] == seqs, "block_tables", std::to_string(seqs) + " rows",
@@ -165,6 +168,7 @@ ffi::Error attention_forward(
   params.block_tables = optional<int>(block_tables);
   params.seq_lens = optional<int>(seq_lens);
   params.num_seqs_now = optional<int>(num_seqs);
+  params.taken = optional<int>(taken);
   params.alibi = optional<float>(alibi);
   params.split_tiles =
       partials > 0 ? static_cast<attention::SplitTile*>(split_tiles->untyped_data()) : nullptr;
@@ -212,6 +216,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_forward_sm90, pallas_attn::a
                                   .Arg<xla::ffi::AnyBuffer>()  // new_value
                                   .Arg<xla::ffi::AnyBuffer>()  // kept_out
                                   .Arg<xla::ffi::AnyBuffer>()  // kept_lse
+                                  .Arg<xla::ffi::AnyBuffer>()  // taken
                                   .Ret<xla::ffi::AnyBuffer>()  // out
                                   .Ret<xla::ffi::AnyBuffer>()  // lse
                                   .Ret<xla::ffi::AnyBuffer>()  // rest

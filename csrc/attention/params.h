@@ -149,6 +149,7 @@ struct ForwardParams {
   // Sequences with at most so many rows (queries times heads of a KV head) are another kernel's: nothing of
   // theirs is written.
   int skip_rows;
+  const int* taken;  // [num_seqs], likewise: not 0 of another kernel's sequences; or null
   // Of a KV head: so many keys fit in the L2 with their values.
   int keys_in_l2;
   float softcap;  // 0: none

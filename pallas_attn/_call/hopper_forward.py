@@ -32,9 +32,11 @@ class Sequences:
     q_bounds, k_bounds: [num_seqs + 1], sequences laid end to end; None: each batch entry is one sequence.
     block_tables, seq_lens: [num_seqs, max_pages] and [num_seqs] where keys lie in pages.
     q_table, k_table: [batch, documents, 3] (`segments.Documents.table`), documents whose tokens may lie anywhere in
-        their batch entry; q_ranks, k_ranks: [batch, tokens], each token's document.
+        their batch entry; q_ranks, k_ranks: [batch, tokens], each token's document; None: no
+        other's tokens lie between a document's.
     num_seqs: [1], how many sequences there are, of documents the most in a batch entry; None: all.
     new: (key, value) of the queries' own tokens, laid out like these, where pages hold only earlier tokens.
+    taken: int32 [num_seqs], not 0 of sequences that another call serves: nothing of theirs is written.
     """
 
     q_bounds: jax.Array | None = None
@@ -47,6 +49,7 @@ class Sequences:
     k_ranks: jax.Array | None = None
     num_seqs: jax.Array | None = None
     new: tuple[jax.Array, jax.Array] | None = None
+    taken: jax.Array | None = None
 
     def count(self, batch: int) -> int:
         if self.q_table is not None:
@@ -107,7 +110,8 @@ def forward(
         query: [batch, tokens, heads, dim], or heads before tokens; key, value: likewise, or pools of pages.
         window: int32 [2], how many keys to the left and right of its position a query sees; negative: all.
         scale: float32 [1].
-        key_scale, value_scale: of pools of CACHE_DTYPES, float32 [kv_heads] or [num_pages, kv_heads].
+        key_scale, value_scale: of pools of CACHE_DTYPES, float32 [kv_heads] or [num_pages, kv_heads]; the former also
+            of rows.
         ends_aligned: a sequence's last query is at its last key; otherwise query i is at key i + q_offset.
         lse_heads_first: lse is [batch, heads, tokens], else [batch, tokens, heads]; base2_lse: in base 2.
         skip_rows: sequences with at most this many rows (queries times heads of a KV head) are not written.
@@ -129,7 +133,8 @@ def forward(
     if documents:
         max_items = min(max_items, batch * tokens)  # each has a query of its document
     # Where there may be fewer tiles than multiprocessors, their keys are split into at most this many parts.
-    split = sequences.block_tables is not None or max_items * kv_heads < FEW_TILES
+    of_prompts = sequences.block_tables is not None or (documents and sequences.q_ranks is None)
+    split = of_prompts or max_items * kv_heads < FEW_TILES
     places = -(-MOST_PARTS // kv_heads) if split else 0
     narrow = max(query.shape[-1], value.shape[-1]) <= NARROW_HEAD_DIM
     most_rows = NARROW_TILE_ROWS if narrow else TILE_ROWS
@@ -180,6 +185,7 @@ def forward(
         or_nothing(new_value),
         or_nothing(kept_out),
         or_nothing(kept_lse),
+        or_nothing(sequences.taken),
     )
     assert kept is None or operands[before_kept] is kept_out
     out, lse, rest, low, *_ = call(

@@ -59,6 +59,12 @@ struct Batch {
   }
 };
 
+// Whether another kernel serves the sequence.
+__device__ bool is_others(const ForwardParams& params, const Sequence& sequence, int seq) {
+  if (sequence.q_len * params.group <= params.skip_rows) return true;
+  return params.taken != nullptr && load_constant(params.taken + seq) != 0;
+}
+
 // How long the call takes if no part has more than `longest` key tiles, by one warp: CTAs share the work
 // evenly, unless parts are so long that two of them make the longest run.
 __device__ int cost_of(const ForwardParams& params, const int* counts, int longest, int ctas, int lane) {
@@ -136,15 +142,16 @@ __device__ __forceinline__ void prepare(const ForwardParams& params, const Tilin
   int keys = 0;  // that several tiles read
   const auto tiles_of = [&](int seq) {
     const Sequence sequence(params, seq, batch.num_seqs);
-    if (!sequence.padding && sequence.q_len * params.group <= params.skip_rows) return 0;
+    if (!sequence.padding && is_others(params, sequence, seq)) return 0;
     const int tiles = ceil_div(sequence.q_len, tiling.tokens);
     if (tiles > 1) keys += min(sequence.k_len, params.keys_in_l2);
     return tiles;
   };
   int tiles = team.prefix_sum(seqs, tiles_of, first_tile).sum;
   // Lengths that lie end to end add up to what there is room for; what else may come does not get through.
-  // Documents are many, with tiles that overlap, of which those that hold some of their queries count.
-  if (params.q_spans.step != kDocumentStep) tiles = min(tiles, params.max_items - params.max_partials);
+  // Documents with ranks are many, with tiles that overlap, of which those that hold some of their queries
+  // count.
+  if (params.q_ranks == nullptr) tiles = min(tiles, params.max_items - params.max_partials);
   __syncthreads();
   if (keys > 0) atomicAdd(&scratch.keys, keys);
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pallas_attn._call import budget, sizes
-from pallas_attn._call.checks import dtype_name, fail
+from pallas_attn._call.checks import check_int, dtype_name, fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device, current_device
 from pallas_attn._split.splits import MOST_SPLITS
@@ -30,6 +30,7 @@ WHOLE_TOKENS = 1024
 # that most must be short: programs that share one begin while others wait for memory, and copy less behind a sequence's
 # end.
 SMALL_TILE_BYTES, MANY_EACH = 16 * 1024, 24
+WIDENED_BYTES = 512 * 2**20
 SUMS = 128 * 256  # elements of output that a program of 8 warps has registers for
 
 
@@ -54,10 +55,16 @@ class RaggedAttentionConfig:
 
     long: for sequences with more query rows a KV head than short.block_q, and for all where there is no `short`.
     short: for sequences that are decoded, one program's rows or fewer; None leaves them to `long`.
+    widened_bytes: of "cuda" over 8-bit caches, the most memory for a copy in query's dtype of what long prompts see.
+        Sequences with at least 1024 rows of queries a KV head are taken in order as long as there is room, of
+        kv_heads * (head_dim + value_dim) * 2 bytes a token; the others' keys are converted in each of their tiles,
+        which takes some 1.4 times as long. It is taken for what block tables can hold. 0: none.
     """
 
     long: RaggedTiles
     short: RaggedTiles | None = None
+    _: dataclasses.KW_ONLY
+    widened_bytes: int = WIDENED_BYTES
 
     def __post_init__(self):
         for name, optional in (("long", False), ("short", True)):
@@ -68,6 +75,7 @@ class RaggedAttentionConfig:
         if not self.long.num_splits:
             expected = "tiles with num_splits of at least 1, of which room is taken for each block"
             fail("RaggedAttentionConfig", "long", expected, "0")
+        check_int("RaggedAttentionConfig", "widened_bytes", self.widened_bytes, least=0)
 
 
 def heuristic(

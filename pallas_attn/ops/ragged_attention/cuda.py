@@ -7,9 +7,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import hopper_forward
+from pallas_attn._call import hopper_forward, hopper_widen
 from pallas_attn._call.pools import is_quantized
-from pallas_attn._tile import triton
+from pallas_attn._tile import quantization, triton
 from pallas_attn.mods.operands import refused_by_cuda
 from pallas_attn.ops.ragged_attention import kernel
 from pallas_attn.ops.ragged_attention.blocks import Ragged
@@ -55,6 +55,24 @@ def leaves_decoded(operands: Operands) -> bool:
     return wide or is_quantized(operands.key_cache.dtype)
 
 
+def widened_tokens(operands: Operands, config: RaggedAttentionConfig) -> int:
+    """For how many tokens of an 8-bit cache there is room in 16 bits (hopper_widen.py); 0: none is widened. Scales by
+    page would have to be multiplied in, and new tokens beside pages copied."""
+    by_page = any(map(quantization.is_by_page, (operands.k_scale, operands.v_scale)))
+    if not is_quantized(operands.key_cache.dtype) or by_page or operands.key is not None:
+        return 0
+    sizes = operands.sizes
+    return hopper_widen.room(
+        config.widened_bytes,
+        kv_heads=operands.pool.num_kv_heads,
+        dims=operands.pool.head_dim + operands.value_dim,
+        query_tokens=operands.query.shape[0],
+        group=sizes.group,
+        num_seqs=sizes.num_seqs,
+        max_len=sizes.max_len,
+    )
+
+
 @functools.partial(jax.jit, static_argnames="config")
 def ragged_attention_cuda(
     operands: Operands, *, config: RaggedAttentionConfig
@@ -77,18 +95,11 @@ def ragged_attention_cuda(
     if operands.out is not None and operands.lse is not None:
         kept = operands.out[None], operands.lse[None]
     short = config.short if leaves_decoded(operands) else None
-    out, lse = hopper_forward.forward(
+    window = jnp.concatenate([left, jnp.zeros(1, jnp.int32) if operands.causal else everywhere])
+    attend = functools.partial(
+        hopper_forward.forward,
         operands.query[None],
-        operands.key_cache,
-        operands.value_cache,
-        hopper_forward.Sequences(
-            q_bounds=operands.cu_q_lens,
-            block_tables=operands.block_tables,
-            seq_lens=operands.seq_lens,
-            num_seqs=num_seqs,
-            new=new,
-        ),
-        window=jnp.concatenate([left, jnp.zeros(1, jnp.int32) if operands.causal else everywhere]),
+        window=window,
         scale=jnp.full(1, operands.scale, jnp.float32),
         softcap=rules.softcap,
         sinks=operands.sinks,
@@ -96,7 +107,34 @@ def ragged_attention_cuda(
         key_scale=operands.k_scale,
         value_scale=operands.v_scale,
         ends_aligned=True,
-        key_heads_first=operands.layout == "HND",
+    )
+    sequences = hopper_forward.Sequences(
+        q_bounds=operands.cu_q_lens,
+        block_tables=operands.block_tables,
+        seq_lens=operands.seq_lens,
+        num_seqs=num_seqs,
+        new=new,
+    )
+    heads_first = operands.layout == "HND"
+    if (tokens := widened_tokens(operands, config)) > 0:
+        rows = hopper_widen.widen(
+            operands.key_cache,
+            operands.value_cache,
+            sequences,
+            window=window,
+            dtype=operands.query.dtype,
+            tokens=tokens,
+            query_tokens=operands.query.shape[0],
+            group=sizes.group,
+            heads_first=heads_first,
+        )
+        kept = attend(rows.key, rows.value, rows.sequences, key_heads_first=True, kept=kept)
+        sequences = dataclasses.replace(sequences, taken=rows.taken)
+    out, lse = attend(
+        operands.key_cache,
+        operands.value_cache,
+        sequences,
+        key_heads_first=heads_first,
         skip_rows=max(short.block_q if short else 0, sizes.group if operands.skip_decode else 0),
         kept=kept,
     )

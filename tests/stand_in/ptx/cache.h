@@ -18,6 +18,10 @@ inline uint4 load_16_bytes(const void* source) {
   stand_in::expect_aligned("a load of 16 bytes", reinterpret_cast<uint64_t>(source), 16);
   return *static_cast<const uint4*>(source);
 }
+inline uint2 load_8_bytes(const void* source) {
+  stand_in::expect_aligned("a load of 8 bytes", reinterpret_cast<uint64_t>(source), 8);
+  return *static_cast<const uint2*>(source);
+}
 inline int fetch_and_increment(int* counter) { return (*counter)++; }
 inline void prefetch_line(const void*) {}
 

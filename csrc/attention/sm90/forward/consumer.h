@@ -382,7 +382,7 @@ class Consumer {
   __device__ __forceinline__ void finish_scores() {
     ptx::wgmma_wait<kPending>();
     ptx::wgmma_touch(rS_);
-    if constexpr (kScaledTiles) {
+    if constexpr (Shape::kConverted) {
       if (params_.key_scale_by_page || params_.new_key != nullptr) {
         scale_keys(rS_, smem_.raw.converted[key_stage_], at_);
       }
@@ -417,9 +417,9 @@ class Consumer {
 
   const ForwardParams& params_;
   Plan& smem_;
-  // Whether keys and values of a head may have scales of their own; whether threads copy, and do not tell the
-  // asynchronous units.
-  static constexpr bool kScaledTiles = Shape::kFeed == Feed::kConverted;
+  // Whether keys and values of a head may have scales of their own: caches of bytes, also where all of their
+  // keys were made the query's type before. Whether threads copy, and do not tell the asynchronous units.
+  static constexpr bool kScaledTiles = !Shape::kListed;
   static constexpr bool kGathered = Shape::kFeed == Feed::kGathered;
   const bool shaped_;
   const Group group_;
