@@ -1,8 +1,9 @@
-"""Masks and scores of one's own, beside torch's compiled flex_attention.
+"""Masks and scores of one's own, beside torch's compiled flex_attention, or beside the built-in options.
 
     python benchmarks/masks.py                           # causal, documents, window and ALiBi at 2k, 4k and 16k
     python benchmarks/masks.py --seconds 150             # ends by then, with what there is
     python benchmarks/masks.py --ways ours pallas cuda   # beside Pallas, and with gradients by CUDA
+    python benchmarks/masks.py --beside built-in         # what a block mask costs: causal, segment_ids, a window
     python benchmarks/masks.py --dims 64 --lengths 4096
     python benchmarks/masks.py --tiny                    # anywhere, in seconds, without torch, to try it
 
@@ -13,8 +14,8 @@ alone (dynamic=False), and once for both: its forward saves what gradients need,
 
 How it measures: outputs and gradients of some tokens are compared with those of the first, and one that is further
 apart than rounding is WRONG. Then they take turns, round by round, each second round in reverse; a turn is several
-calls, one behind the other. Printed are medians, and of each round's ratio to flex_attention. The last line has the
-geometric mean of all.
+calls, one behind the other. Printed are medians, and of each round's ratio to what ours is beside. The last line has
+the geometric mean of all.
 """
 
 import argparse
@@ -36,6 +37,7 @@ TOKENS, WIDTH, DIM = 16384, 2048, 128
 LENGTHS = (16384, 4096, 2048)
 DOCUMENTS, WINDOW = 8, 1024
 NAMES = ("causal", "documents", "window", "ALiBi")
+FLEX, BUILT_IN = "flex", "built-in"
 ERROR = 2e-2  # in norm
 COMPARED = 37
 """Of so many tokens one, which is some in each tile."""
@@ -46,6 +48,7 @@ WAYS = {
     "pallas": ("pallas", None),
     "cuda": ("cuda", "cuda"),
     "tiled": ("cuda", "tiled"),
+    BUILT_IN: (None, None),
 }
 """Implementations, and where CUDA serves, whose gradients are."""
 
@@ -107,26 +110,41 @@ def blocks_of(case: Case) -> Any:
     return make(max_partial=int((make().kinds() == PARTIAL).sum()))
 
 
-def ours(
-    case: Case, blocks: Any, given: tuple[jax.Array, ...], implementation: Any, backward: Any, gradients: bool
-) -> Any:
-    """jax.stages.Lowered, of the arrays and the block mask, and these."""
+def options_of(case: Case, blocks: Any, built_in: bool) -> dict[str, Any] | None:
+    """Those of flash_attention that are arrays, and which say what the case's functions do; None: it has none."""
+    _, score = case.functions((jnp.asarray(case.documents), jnp.asarray(case.slopes)))
+    if not built_in:
+        return {"block_mask": blocks, "score_mod": score}
+    ids = jnp.broadcast_to(jnp.asarray(case.documents), (case.batch, case.length))
+    return {
+        "causal": {"causal": True},
+        "documents": {"segment_ids": ids},
+        "window": {"causal": True, "sliding_window": WINDOW},
+    }.get(case.name)
+
+
+def ours(case: Case, blocks: Any, given: tuple[jax.Array, ...], way: str, gradients: bool, xla: bool) -> Any:
+    """jax.stages.Lowered, of the arrays of a call, and these; or None."""
     import pallas_attn
 
-    _, score = case.functions((jnp.asarray(case.documents), jnp.asarray(case.slopes)))
+    implementation, backward = ("xla", None) if xla else WAYS[way]
     config = None if backward is None else pallas_attn.FlashAttentionCudaConfig(backward=backward)
+    options = options_of(case, blocks, way == BUILT_IN)
+    if options is None:
+        return None
+    arrays = {name: options.pop(name) for name in ("block_mask", "segment_ids") if name in options}
 
-    def attend(blocks, *given):
+    def attend(arrays, *given):
         return pallas_attn.flash_attention(
-            *given, block_mask=blocks, score_mod=score, implementation=implementation, config=config
+            *given, **arrays, **options, implementation=implementation, config=config
         )
 
-    def both(blocks, *given):
-        out, pull = jax.vjp(functools.partial(attend, blocks), *given[:3])
+    def both(arrays, *given):
+        out, pull = jax.vjp(functools.partial(attend, arrays), *given[:3])
         return out, *pull(given[3])
 
     given = given if gradients else given[:3]
-    return jax.jit(both if gradients else attend).lower(blocks, *given), (blocks, *given)
+    return jax.jit(both if gradients else attend).lower(arrays, *given), (arrays, *given)
 
 
 def ways_of(gradients: bool, ways: Sequence[str]) -> list[str]:
@@ -207,21 +225,21 @@ def race(contenders: dict[str, Contender], calls: int) -> dict[str, list[float]]
 type Made = dict[bool, dict[str, tuple[Future, Any]]]
 
 
-def measured(case: Case, made: Made, with_torch: bool, calls: int) -> list[float]:
-    """Prints a case's lines; ratios of flex_attention's time to ours, or to what is there in its place."""
-    peer, ratios = Torch(case, drawn(case)) if with_torch else None, []
+def measured(case: Case, made: Made, beside: str | None, calls: int) -> list[float]:
+    """Prints a case's lines; ratios of the time of what is `beside` to ours, or to what is there in its place."""
+    peer, ratios = Torch(case, drawn(case)) if beside == FLEX else None, []
     for gradients, ways in made.items():
         contenders = {
             way: Contender(functools.partial(executable.result(), *arrays), jax.block_until_ready, as_numpy)
             for way, (executable, arrays) in ways.items()
         }
         if peer is not None:
-            contenders["flex"] = Contender(peer.both if gradients else peer.forward, peer.wait, peer.arrays)
+            contenders[FLEX] = Contender(peer.both if gradients else peer.forward, peer.wait, peer.arrays)
         times = race(contenders, calls)
         line = [f"{name} {statistics.median(each):.0f} us" for name, each in times.items()]
-        if "flex" in times and len(times) > 1:
+        if beside in times and len(times) > 1:
             first = next(iter(times.values()))
-            ratios.append(statistics.median(b / a for a, b in zip(first, times["flex"], strict=True)))
+            ratios.append(statistics.median(b / a for a, b in zip(first, times[beside], strict=True)))
             line.append(f"{ratios[-1]:.2f}")
         sizes = f"{case.batch} x {case.length:5d} {case.heads} x {case.dim}"
         print(
@@ -235,7 +253,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=math.inf, help="no case begins after so many")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["ours"], help="columns beside torch's")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["ours"], help="columns, of ours")
+    parser.add_argument("--beside", choices=(FLEX, BUILT_IN), default=FLEX, help="the last column")
     parser.add_argument("--dims", nargs="+", type=int, default=[DIM], help="of a head")
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--names", nargs="+", choices=NAMES, default=NAMES)
@@ -243,7 +262,11 @@ def main() -> None:
     chosen = parser.parse_args()
     start = time.monotonic()
     baselines.search_folders()
-    reason = "tiny" if chosen.tiny else baselines.torch_on_gpu()
+    beside, ways, reason = chosen.beside, list(chosen.ways), None
+    if beside == BUILT_IN:
+        ways.append(BUILT_IN)
+    elif reason := "tiny" if chosen.tiny else baselines.torch_on_gpu():
+        beside = None
     print(jax.devices()[0].device_kind, "jax", jax.__version__, reason or "", flush=True)
     if chosen.tiny:
         every = list(cases(256, (256, 128), 2, 16))
@@ -256,19 +279,18 @@ def main() -> None:
         def made(case: Case) -> Made:
             blocks, given = blocks_of(case), drawn(case)
 
-            def one(way: str, gradients: bool) -> tuple[Future, Any]:
-                implementation, backward = ("xla", None) if chosen.tiny else WAYS[way]
-                lowered, arrays = ours(case, blocks, given, implementation, backward, gradients)
-                return pool.submit(lowered.compile), arrays
+            def of(gradients: bool) -> dict[str, tuple[Future, Any]]:
+                found = {
+                    way: ours(case, blocks, given, way, gradients, chosen.tiny)
+                    for way in ways_of(gradients, ways)
+                }
+                return {way: (pool.submit(one[0].compile), one[1]) for way, one in found.items() if one}
 
-            return {
-                gradients: {way: one(way, gradients) for way in ways_of(gradients, chosen.ways)}
-                for gradients in (False, True)
-            }
+            return {gradients: of(gradients) for gradients in (False, True)}
 
         for case, one in [(case, made(case)) for case in every]:
             if time.monotonic() - start < chosen.seconds:
-                ratios += measured(case, one, reason is None, 1 if chosen.tiny else CALLS)
+                ratios += measured(case, one, beside, 1 if chosen.tiny else CALLS)
     if ratios:
         print(
             f"geometric mean {statistics.geometric_mean(ratios):.2f}, least {min(ratios):.2f}, of {len(ratios)}"

@@ -1,10 +1,13 @@
 """benchmarks/masks.py: who is timed, and which functions."""
 
+import functools
+
 import masks
 import numpy as np
 import pytest
 
 pytestmark = pytest.mark.once
+WAYS = "ours", "built-in"
 
 
 def test_wrong_results_are_not_timed(capsys):
@@ -32,8 +35,21 @@ def test_each_function_is_what_its_name_says():
 
 
 def test_ways_that_serve_have_a_column_each():
-    assert masks.ways_of(True, list(masks.WAYS)) == ["ours", "pallas", "cuda", "tiled"]
-    assert masks.ways_of(False, list(masks.WAYS)) == ["ours", "pallas"]
+    assert masks.ways_of(True, list(masks.WAYS)) == ["ours", "pallas", "cuda", "tiled", "built-in"]
+    assert masks.ways_of(False, list(masks.WAYS)) == ["ours", "pallas", "built-in"]
+
+
+def test_built_in_options_say_what_functions_say():
+    times = {}
+    for case in masks.cases(256, (128,), 2, 16):
+        made = [masks.ours(case, masks.blocks_of(case), masks.drawn(case), way, True, True) for way in WAYS]
+        calls = {
+            way: masks.Contender(functools.partial(one[0].compile(), *one[1]), lambda x: x, masks.as_numpy)
+            for way, one in zip(WAYS, made, strict=True)
+            if one
+        }
+        times[case.name] = list(masks.race(calls, calls=1))
+    assert times == dict.fromkeys(("causal", "documents", "window"), list(WAYS)) | {"ALiBi": ["ours"]}
 
 
 def test_block_masks_have_room_for_all_that_is_seen_in_part():

@@ -36,8 +36,8 @@ def register() -> None:
     elsewhere traces none, so it calls this first. To export one, disable the safety check of each call:
     `jax.export.export(f, disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("pallas_attn_mla_decode_sm90")])`,
     "pallas_attn_mla_schedule_sm90", "pallas_attn_sparse_mla_sm90", "pallas_attn_blocksparse_prefill_sm90",
-    "pallas_attn_attention_forward_sm90", "pallas_attn_attention_widen_sm90", "pallas_attn_attention_lists_sm90" and
-    "pallas_attn_attention_backward_sm90" likewise.
+    "pallas_attn_attention_forward_sm90", "pallas_attn_attention_lists_sm90", "pallas_attn_attention_documents_sm90",
+    "pallas_attn_attention_widen_sm90" and "pallas_attn_attention_backward_sm90" likewise.
     It takes neither a GPU nor a driver.
 
     Raises:

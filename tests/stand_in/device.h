@@ -331,6 +331,11 @@ inline int atomicAdd(int* to, int v) {
   *to += v;
   return before;
 }
+inline int atomicCAS(int* to, int from, int v) {
+  const int before = *to;
+  if (before == from) *to = v;
+  return before;
+}
 inline int atomicMax(int* to, int v) {
   const int before = *to;
   *to = v > before ? v : before;

@@ -300,7 +300,8 @@ def serve(
         bias = arguments.pairwise(check, "bias", bias, options.DTYPES, group)
     if mask is not None:
         mask = arguments.pairwise(check, "mask", mask, (jnp.bool_,), group).astype(jnp.int8)
-    queries, keys = arguments.documents(check, segment_ids, cu_q_lens, lengths or {}) or (None, None)
+    found = arguments.documents(check, segment_ids, cu_q_lens, lengths or {}, implementation)
+    queries, keys = found or (None, None)
     given = ("mask_mod", mask_mod), ("block_mask", block_mask)
     if queries is not None and (name := next((name for name, mod in given if mod is not None), None)):
         check.fail(name, "None beside documents (they may be part of it: mods.documents)", "both")

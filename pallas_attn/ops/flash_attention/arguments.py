@@ -73,7 +73,11 @@ def band(check: ArgumentChecker, causal: bool, window: Any, offset: int) -> Band
 
 
 def documents(
-    check: ArgumentChecker, segment_ids: Any, cu_q_lens: Any, lengths: dict[str, Any]
+    check: ArgumentChecker,
+    segment_ids: Any,
+    cu_q_lens: Any,
+    lengths: dict[str, Any],
+    implementation: str | None,
 ) -> tuple[segments.Documents, segments.Documents] | None:
     """The documents of queries and of keys, or None if there are none. `lengths`: of queries and of keys where padding
     follows them."""
@@ -94,7 +98,8 @@ def documents(
     for ids, tokens in zip(pair, ("q_len", "kv_len"), strict=True):
         check.array("segment_ids", ids, ("batch", tokens), [jnp.int32])
     of_queries = jnp.asarray(pair[0])
-    return segments.sides(of_queries, of_queries if pair[0] is pair[1] else jnp.asarray(pair[1]))
+    of_keys = of_queries if pair[0] is pair[1] else jnp.asarray(pair[1])
+    return segments.sides(of_queries, of_keys, implementation)
 
 
 def _sequences(check: ArgumentChecker, cu_q_lens: Any) -> tuple[segments.Documents, segments.Documents]:

@@ -1,9 +1,9 @@
 """Packed documents: tokens with the same segment id attend to each other, and to nothing else.
 
 Kernels visit a block's documents one at a time, so that another document's NaN never enters a product (0 * NaN is NaN).
-For that, ids are replaced by ranks 0, 1, 2, ... in order of the ids, and a table says where each rank's tokens lie. For
-contiguous documents in order of their ids, as packing leaves them, few tiles are visited twice; any other order is
-correct, too.
+For that, ids are replaced by ranks 0, 1, 2, ..., and a table says where each rank's tokens lie. Ranks are in order of
+the ids, or where a CUDA kernel finds them, which takes a tenth of the time, of documents' first tokens. For contiguous
+documents in order of their ids, as packing leaves them, few tiles are visited twice; any other order is correct, too.
 """
 
 import functools
@@ -16,6 +16,7 @@ from pallas_attn._call import partition, symbolic
 from pallas_attn._call.operands import dims, named, operands, ready
 from pallas_attn._tile import triton
 from pallas_attn._types import Array
+from pallas_attn.ops.flash_attention import segments_cuda
 
 
 class Documents(NamedTuple):
@@ -35,12 +36,23 @@ class Extent(NamedTuple):
     solid: jax.Array
 
 
-def sides(query_ids: jax.Array, key_ids: jax.Array) -> tuple[Documents, Documents]:
+def sides(
+    query_ids: jax.Array, key_ids: jax.Array, implementation: str | None = None
+) -> tuple[Documents, Documents]:
     """From ids [batch, tokens] of queries and keys, any int32. If both are the same array it is processed once. Each
-    device processes its own: neither sort nor scatter has a rule for operands sharded over Explicit axes."""
+    device processes its own: neither sort nor scatter has a rule for operands sharded over Explicit axes.
+    `implementation`: of the call; where it names another one than CUDA, CUDA finds no documents either."""
     ids = _Ids(query_ids=query_ids, key_ids=None if key_ids is query_ids else key_ids)
     results = ("batch tokens", "batch ranks bounds") * len(named(ids))
-    found = partition.run("flash_attention", _of_ids, ids, results, implementation="xla")
+    by_cuda = implementation in (None, "cuda") and segments_cuda.serves(*jax.tree.leaves(ids))
+    found = partition.run(
+        "flash_attention",
+        _of_ids,
+        ids,
+        results,
+        static={"by_cuda": by_cuda},
+        implementation="cuda" if by_cuda else "xla",
+    )
     return Documents(*found[:2]), Documents(*found[-2:])
 
 
@@ -147,9 +159,11 @@ def padding(queries: Documents) -> jax.Array:
     return queries.rank >= queries.table.shape[1] - PADDING
 
 
-@jax.jit
-def _of_ids(ids: _Ids) -> tuple[jax.Array, ...]:
+@functools.partial(jax.jit, static_argnames="by_cuda")
+def _of_ids(ids: _Ids, *, by_cuda: bool) -> tuple[jax.Array, ...]:
     """Ranks and table of each side."""
+    if by_cuda:
+        return segments_cuda.find(ids.query_ids, ids.key_ids)
     sides = jax.tree.leaves(ids)
     parts = tuple(side.shape[1] for side in sides)
     rows = jnp.concatenate(sides, axis=1)

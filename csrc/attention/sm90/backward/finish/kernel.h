@@ -19,97 +19,107 @@
 namespace pallas_attn::attention::sm90::backward {
 
 constexpr int kFinishWarps = 8, kFinishRows = 32;
-constexpr int kFinishAhead = 4;  // rows loaded
+constexpr int kFinishAhead = 32 / kCountColumns;  // rows loaded: a lane has one of their counts
 
 template <typename Element>
 class Finisher {
  public:
-  // Of unit `unit`: so many rows of a head.
+  // Of unit `unit`: so many rows of a head. A token's heads follow each other: they are neighbours in memory.
   __device__ Finisher(const BackwardParams& params, int dim, int64_t unit, int lane)
-      : params_(params), column_(lane * kMeanColumns), sum_columns_(dim + kCountColumns) {
+      : params_(params), lane_(lane), column_(lane * kMeanColumns), dim_(dim) {
     const int of_head = ceil_div(params.q_len, kFinishRows);
-    const int64_t row = unit / of_head;
-    first_ = static_cast<int>(unit - row * of_head) * kFinishRows;
-    batch_ = static_cast<int>(row / params.num_heads);
-    head_ = static_cast<int>(row - int64_t{batch_} * params.num_heads);
-    row_ = row * params.q_len;
+    const int64_t rows = unit / params.num_heads;
+    head_ = static_cast<int>(unit - rows * params.num_heads);
+    batch_ = static_cast<int>(rows / of_head);
+    first_ = static_cast<int>(rows - int64_t{batch_} * of_head) * kFinishRows;
+    row_ = (int64_t{batch_} * params.num_heads + head_) * params.q_len;
     works_ = column_ < params.head_dim;
+    to_ = static_cast<uint16_t*>(params.d_query) + batch_ * params.query_strides.batch +
+          head_ * params.query_strides.head + column_;
   }
 
   __device__ void work() {
     const int end = min(first_ + kFinishRows, params_.q_len);
+#pragma unroll 1
     for (int token = first_; token < end; token += kFinishAhead) {
-      float4 sum[kFinishAhead], counts[kFinishAhead][2];
-      float total[kFinishAhead];
+      const int own = min(token + lane_ / kCountColumns, end - 1);
+      float excess = __ldcg(sums_of(own) + dim_ + lane_ % kCountColumns);
+      const float total = __ldg(params_.total + row_ + own);
+      const int rank = rank_of(own);
+      float4 sum[kFinishAhead];
 #pragma unroll
       for (int i = 0; i < kFinishAhead; ++i) {
-        const int64_t row = row_ + min(token + i, end - 1);
-        const float* sums = params_.sums + row * sum_columns_;
-        const float* counted = sums + sum_columns_ - kCountColumns;
-        sum[i] = works_ ? __ldcg(reinterpret_cast<const float4*>(sums + column_)) : float4{};
-        for (int j = 0; j < 2; ++j) counts[i][j] = __ldcg(reinterpret_cast<const float4*>(counted) + j);
-        total[i] = __ldg(params_.total + row);
+        const auto* from = reinterpret_cast<const float4*>(sums_of(min(token + i, end - 1)) + column_);
+        sum[i] = works_ ? __ldcg(from) : float4{};
       }
 #pragma unroll
-      for (int i = 0; i < kFinishAhead; ++i) {
-        if (token + i >= end) break;
-        const float4 a = counts[i][0], b = counts[i][1];
-        store(token + i, end, sum[i], a.x + a.y + a.z + a.w + (b.x + b.y + b.z + b.w) - total[i]);
+      for (int apart = 1; apart < kCountColumns; apart *= 2) excess += __shfl_xor_sync(~0u, excess, apart);
+      excess = params_.softcap > 0.0f ? 0.0f : excess - total;
+      // Row by row of a sequence: what opens one is here once, in a loop that fits the instruction cache.
+      const int rows = min(kFinishAhead, end - token);
+#pragma unroll 1
+      for (int done = 0; done < rows;) {
+        open(__shfl_sync(~0u, rank, done * kCountColumns), token + done, end);
+        const uint32_t others = __ballot_sync(~0u, rank != rank_) >> done * kCountColumns;
+        const int to = others == 0 ? rows : min(done + (__ffs(others) - 1) / kCountColumns, rows);
+#pragma unroll
+        for (int i = 0; i < kFinishAhead; ++i) {
+          const float of_row = __shfl_sync(~0u, excess, i * kCountColumns);
+          if (i >= done && i < to) store(token + i, sum[i], of_row);
+        }
+        done = to;
       }
     }
   }
 
  private:
-  __device__ void store(int token, int end, float4 sum, float excess) {
-    open(token);
+  __device__ const float* sums_of(int token) const {
+    return params_.sums + (row_ + token) * (dim_ + kCountColumns);
+  }
+
+  // Of the token's sequence.
+  __device__ int rank_of(int token) const {
+    return params_.q_ranks == nullptr ? 0 : __ldg(params_.q_ranks + int64_t{batch_} * params_.q_len + token);
+  }
+
+  __device__ void store(int token, float4 sum, float excess) const {
+    if (!works_) return;
     const int query = token - query_;
     const Span seen = band_.keys_of(query, query);
     uint2 words = make_uint2(0, 0);
     if (seen.begin < seen.end) {
-      if (!sampled_) take_mean(query, min(end - query_, band_.q_len) - 1);
-      if (params_.softcap > 0.0f) excess = 0.0f;
       const float scale = params_.scale;
       words.x = ElementTraits<Element>::pack(fmaf(-excess, mean_.x, sum.x) * scale,
                                              fmaf(-excess, mean_.y, sum.y) * scale);
       words.y = ElementTraits<Element>::pack(fmaf(-excess, mean_.z, sum.z) * scale,
                                              fmaf(-excess, mean_.w, sum.w) * scale);
     }
-    if (!works_) return;
-    auto* to = static_cast<uint16_t*>(params_.d_query) + batch_ * params_.query_strides.batch +
-               head_ * params_.query_strides.head + token * params_.query_strides.token;
-    *reinterpret_cast<uint2*>(to + column_) = words;
+    *reinterpret_cast<uint2*>(to_ + token * params_.query_strides.token) = words;
   }
 
-  // The token's sequence.
-  __device__ void open(int token) {
-    const int rank =
-        params_.q_ranks == nullptr ? 0 : __ldg(params_.q_ranks + int64_t{batch_} * params_.q_len + token);
+  // The sequence of `token`, and the mean of keys that its queries see from there to `end`.
+  __device__ void open(int rank, int token, int end) {
     if (rank == rank_) return;
     rank_ = rank;
-    sampled_ = false;
     const int seqs = num_seqs(params_);
     const Document document(params_, batch_ * (seqs / params_.batch) + rank, seqs);
-    query_ = document.query, key_ = document.key;
-    k_mixed_ = document.k_mixed;
+    query_ = document.query;
     band_ = {params_.left, params_.right, params_.offset + document.query - document.key, document.q_len,
              document.k_len};
-  }
-
-  __device__ void take_mean(int first_query, int last_query) {
-    sampled_ = true;
-    const int64_t first = int64_t{batch_} * params_.kv_len + key_;
-    const auto own = [&](int i) { return !k_mixed_ || __ldg(params_.k_ranks + first + i) == rank_; };
-    mean_ = mean_of_keys<Element>(params_, batch_, head_ / params_.group,
-                                  band_.keys_of(first_query, last_query), column_, own, key_);
+    const int last = min(end - query_, document.q_len) - 1;
+    const int64_t first = int64_t{batch_} * params_.kv_len + document.key;
+    const auto own = [&](int i) { return !document.k_mixed || __ldg(params_.k_ranks + first + i) == rank; };
+    mean_ = mean_of_keys<Element>(params_, batch_, head_ / params_.group, band_.keys_of(token - query_, last),
+                                  column_, own, document.key);
   }
 
   const BackwardParams& params_;
-  const int column_, sum_columns_;
+  const int lane_, column_, dim_;
   int first_, batch_, head_;
-  int64_t row_;  // of the head's first query
-  bool works_;   // the lane has columns
-  int rank_ = -1, query_ = 0, key_ = 0;
-  bool k_mixed_ = false, sampled_ = false;
+  int64_t row_;   // of the head's first query
+  bool works_;    // the lane has columns
+  uint16_t* to_;  // these, of the gradient of the batch's first query
+  int rank_ = -1, query_ = 0;
   Band band_ = {};
   float4 mean_ = {};
 };
