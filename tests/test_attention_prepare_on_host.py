@@ -19,17 +19,26 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def counted(
-    program: Path, lens, q_lens, *, partials: int = 0, kv_len: int = 0, keys_in_l2: int = 2**30
+    program: Path,
+    lens,
+    q_lens,
+    *,
+    partials: int = 0,
+    kv_len: int = 0,
+    keys_in_l2: int = 2**30,
+    taken=None,
+    tables: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> tuple[list[int], np.ndarray]:
-    """What the kernels tell each other, and work items in the order in which they are taken."""
+    """What the kernels tell each other, and work items in the order in which they are taken. `tables`: where queries
+    and keys of documents lie, of which `lens` are not asked for."""
     bounds = np.cumsum([0, *q_lens], dtype=np.int32)
     tokens = int(bounds[-1])
     most = tokens // TILE_TOKENS + len(lens) + 3 + partials
     call = struct.pack(
-        "13i",
+        "14i",
         *(
             len(lens),
-            q_lens[0] if kv_len else tokens,
+            q_lens[0] if kv_len and not tables else tokens,
             GROUP,
             KV_HEADS,
             16,
@@ -37,9 +46,10 @@ def counted(
             most,
             partials,
         ),
-        *(TILE_TOKENS, TILE_KEYS, CTAS, keys_in_l2, kv_len),
+        *(TILE_TOKENS, TILE_KEYS, CTAS, keys_in_l2, kv_len, 3 if tables else 1),
     )
-    arrays = (np.asarray(lens, np.int32), bounds)
+    of_others = np.zeros(len(lens), np.int32) if taken is None else np.asarray(taken, np.int32)
+    arrays = (np.asarray(lens, np.int32), *(tables or (bounds,)), of_others)
     done = subprocess.run(
         [program], input=call + b"".join(a.tobytes() for a in arrays), capture_output=True, check=False
     )
@@ -94,6 +104,24 @@ def test_every_key_of_every_tile_is_taken_once(program, lens, q_lens, partials):
     assert tiles_of(items) == expected(lens, q_lens)
     used = items["partial"][items["partial"] >= 0]
     assert sorted(used) == list(range(len(used)))
+
+
+@pytest.mark.parametrize("partials", [0, 66])
+def test_sequences_of_two_calls(program, partials):
+    """Those that one takes, whose keys lie in rows as documents', are not the other's."""
+    lens, q_lens = (3000, 16000, 500, 4000, 900), (300, 70, 33, 1, 900)
+    taken, bounds = np.asarray([1, 0, 0, 0, 1]), np.cumsum([0, *q_lens])
+    tables = np.zeros((2, 5, 3), np.int32)
+    tables[:, :, 2] = 1
+    tables[0, 0], tables[1, 0] = (0, 300, 1), (0, 3000, 1)
+    tables[0, 4], tables[1, 4] = (bounds[4], bounds[5], 1), (3000, 3900, 1)
+    both = [
+        counted(program, lens, q_lens, partials=partials, taken=taken)[1],
+        counted(program, lens, q_lens, partials=partials, kv_len=5000, tables=(tables[0], tables[1]))[1],
+    ]
+    assert not np.isin(both[0]["seq"], [0, 4]).any()
+    assert np.isin(both[1]["seq"], [0, 4]).all()
+    assert sorted(tiles_of(both[0]) + tiles_of(both[1])) == expected(lens, q_lens)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,14 @@ def run(program: Path, case: Case) -> tuple[list[np.ndarray], np.ndarray, np.nda
         *(case.heads_first, case.least_rows, case.room, case.ctas),
     )
     now = len(case.lens) if case.now is None else case.now
-    arrays = (*case.pools, case.tables, case.seq_lens, case.bounds, np.int32([now]), np.int32([case.window, 0]))
+    arrays = (
+        *case.pools,
+        case.tables,
+        case.seq_lens,
+        case.bounds,
+        np.int32([now]),
+        np.int32([case.window, 0]),
+    )
     done = subprocess.run(
         [program], input=call + b"".join(a.tobytes() for a in arrays), capture_output=True, check=False
     )

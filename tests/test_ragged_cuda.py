@@ -1,6 +1,7 @@
 """`ragged_paged_attention` by the CUDA kernel of csrc/attention: against float64 on the GPU, and what it refuses."""
 
 import dataclasses
+import functools
 
 import inputs
 import jax
@@ -12,7 +13,9 @@ import test_ragged_attention as ragged
 from lowering import lower_for_gpu
 
 import pallas_attn
+from pallas_attn._call import hopper_widen
 from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.hopper_forward import Sequences
 from pallas_attn.ops.ragged_attention import arguments, cuda
 from pallas_attn.testing.cases import RaggedCase
 
@@ -61,6 +64,136 @@ def test_matches_reference(case):
     again = ragged.run(case, data, "cuda")
     for first, second in zip((out, lse), again, strict=True):
         assert np.asarray(first).tobytes() == np.asarray(second).tobytes()
+
+
+# Of 8-bit caches, sequences of 1024 rows and more: those of 260 queries, with eight heads of 130, and of 600.
+MANY_LENS, MANY_Q_LENS = (300, 2100, 40, 1, 700, 3, 1290, 65), (17, 600, 0, 1, 260, 7, 130, 33)
+WIDENED = [
+    RaggedCase(MANY_LENS, 8, 2, 128, 16, q_lens=MANY_Q_LENS, cache_dtype="float8_e4m3fn"),
+    RaggedCase(
+        MANY_LENS, 8, 2, 128, 5, "float16", "HND", q_lens=MANY_Q_LENS, cache_dtype="int8", scale_per_head=True,
+        sinks=True, softcap=9.0,
+    ),
+    RaggedCase(MANY_LENS, 16, 2, 128, 1, q_lens=MANY_Q_LENS, cache_dtype="int8", sliding_window=200),
+    RaggedCase(
+        MANY_LENS, 8, 1, 64, 24, q_lens=MANY_Q_LENS, cache_dtype="float8_e4m3fn", scale_per_head=True, alibi=True,
+        padding=300,
+    ),
+    RaggedCase(
+        MANY_LENS, 8, 2, 96, 16, q_lens=MANY_Q_LENS, cache_dtype="int8", scale_per_head=True, causal=False,
+        sliding_window=50, sinks=True,
+    ),
+    RaggedCase(
+        MANY_LENS, 12, 3, 192, 64, q_lens=MANY_Q_LENS, cache_dtype="int8", value_dim=128, scale_per_head=True,
+    ),
+    RaggedCase(
+        MANY_LENS, 8, 2, 192, 8, "bfloat16", "HND", q_lens=MANY_Q_LENS, cache_dtype="float8_e4m3fn",
+        scale_per_head=True, softcap=20.0, alibi=True, sinks=True,
+    ),
+    RaggedCase(
+        MANY_LENS, 8, 2, 256, 32, "float16", q_lens=MANY_Q_LENS, cache_dtype="float8_e4m3fn", scale_per_head=True,
+        sliding_window=90,
+    ),
+    # Keys are split; queries before the start.
+    RaggedCase((9000, 20, 5000), 8, 1, 128, 16, q_lens=(130, 20, 300), cache_dtype="int8", scale_per_head=True),
+    RaggedCase((100, 2000, 30), 8, 1, 128, 16, q_lens=(400, 128, 20), cache_dtype="float8_e4m3fn", sinks=True),
+]  # fmt: skip
+
+
+def taken_of(case: RaggedCase) -> list[int]:
+    rows = hopper_widen.LEAST_ROWS
+    return [i for i, new in enumerate(case.q_lens) if new * case.group >= rows and case.seq_lens[i] > 0]
+
+
+@gpu
+@pytest.mark.parametrize("case", WIDENED, ids=lambda case: case.id)
+def test_long_prompts_over_bytes(case):
+    """Of calls of which some sequences are widened, and some are not."""
+    assert 0 < len(taken_of(case)) < case.num_seqs
+    test_matches_reference(case)
+
+
+def widened(case: RaggedCase, data: inputs.RaggedInputs, tokens: int) -> hopper_widen.Widened:
+    left = -1 if case.sliding_window is None else case.sliding_window - 1
+    query, key, value, tables, lens, bounds, num_seqs = data.arguments()
+    sequences = Sequences(q_bounds=bounds, block_tables=tables, seq_lens=lens, num_seqs=num_seqs[None])
+    return hopper_widen.widen(
+        key, value, sequences, window=jnp.asarray([left, 0], jnp.int32), dtype=query.dtype, tokens=tokens,
+        query_tokens=len(query), group=case.group, heads_first=case.layout == "HND",
+    )  # fmt: skip
+
+
+@gpu
+@pytest.mark.parametrize("case", [WIDENED[0], WIDENED[1], WIDENED[5]], ids=lambda case: case.id)
+def test_rows_are_what_pages_hold(case):
+    data, taken = inputs.make_ragged(case), taken_of(case)
+    rows = widened(case, data, tokens=sum(case.seq_lens[seq] for seq in taken))
+    assert np.flatnonzero(rows.taken).tolist() == taken
+    at = 0
+    for seq in taken:
+        page, offset = inputs.token_places(data.block_tables[seq], case.seq_lens[seq], case.page_size)
+        assert rows.k_table[0, seq].tolist() == [at, at + len(page), 1]
+        for made, pool in ((rows.key, data.key_cache), (rows.value, data.value_cache)):
+            stored = np.moveaxis(pool, 1, 2) if case.layout == "HND" else pool
+            expected = stored[page, offset].astype(made.dtype).swapaxes(0, 1)
+            np.testing.assert_array_equal(np.asarray(made)[0, :, at : at + len(page)], expected)
+        at += len(page)
+
+
+@gpu
+@pytest.mark.parametrize("taken", [0, 1, 2])
+def test_room_for_some_of_them(taken):
+    case = WIDENED[1]
+    tokens = sum(case.seq_lens[seq] for seq in taken_of(case)[:taken])
+    room = tokens * case.num_kv_heads * 2 * case.head_dim * hopper_widen.ELEMENT_BYTES
+    data = inputs.make_ragged(case)
+    if tokens:
+        made = widened(case, data, tokens)
+        assert np.flatnonzero(made.taken).tolist() == taken_of(case)[:taken]
+    call = functools.partial(
+        ragged.compiled(case, "cuda").__wrapped__,
+        config=dataclasses.replace(ragged.config_of(case), widened_bytes=room),
+    )
+    ragged.check(case, data, *jax.jit(call)(*data.arguments(), **data.extras))
+
+
+@gpu
+@pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "int8"])
+def test_a_bad_page_of_a_long_prompt_spoils_rows_that_see_it_and_no_others(cache_dtype):
+    case = RaggedCase(
+        (400, 400), 8, 2, 128, 16, q_lens=(400, 400), cache_dtype=cache_dtype, scale_per_head=True
+    )
+    assert taken_of(case) == [0, 1]
+    data = inputs.make_ragged(case)
+    data.block_tables[0, 12] = -5
+    out, lse = ragged.run(case, data, "cuda")
+    rows, first = np.float32(out), 12 * 16
+    assert np.isfinite(rows[:first]).all()
+    assert np.isfinite(rows[400:800]).all()
+    assert np.isnan(rows[first:400]).all()
+    assert np.isnan(lse[first:400]).all()
+    # Lengths that cannot be right are the other call's, which says so.
+    data = inputs.make_ragged(case)
+    data.seq_lens[1] = 10**6
+    out, lse = ragged.run(case, data, "cuda")
+    assert np.isfinite(np.float32(out[:400])).all()
+    assert np.isnan(np.float32(out[400:800])).all()
+    assert np.isnan(lse[400:800]).all()
+    assert not np.float32(out[800:]).any()
+
+
+@gpu
+def test_fewer_long_prompts_than_there_is_room_for():
+    """One compiled function for any number of sequences."""
+    case = WIDENED[0]
+    data = inputs.make_ragged(case)
+    for num_seqs in (8, 5, 2, 0):
+        fewer = data.copy(num_seqs=np.asarray(num_seqs, np.int32))
+        out, lse = ragged.run(case, fewer, "cuda")
+        end = int(data.cu_q_lens[num_seqs])
+        assert not np.float32(out[end:]).any()
+        assert np.isneginf(lse[end:]).all()
+        ragged.check(case, fewer, out, lse)
 
 
 @gpu
@@ -157,6 +290,46 @@ def test_which_decoded_sequences_are_the_other_kernels(monkeypatch, dim, cache_d
     text = lowered(monkeypatch, case, implementation="cuda")
     assert "pallas_attn_attention_forward_sm90" in text
     assert ("pallas_attn_ragged_attention_short" in text) == apart
+
+
+WIDEN = "custom_call @pallas_attn_attention_widen_sm90"
+
+
+def test_rows_take_so_much_memory(monkeypatch):
+    """Of an 8-bit cache: what a call's sequences can hold, no more than the config says, and none if none is long."""
+    case = WIDENED[1]
+    text = lowered(monkeypatch, case, implementation="cuda", **scales(case))
+    assert text.count(WIDEN) == 1
+    assert text.count("custom_call @pallas_attn_attention_forward_sm90") == 2
+    # 1048 queries of four heads: at most four sequences of 1024 rows.
+    tokens = 4 * inputs.make_ragged(case).block_tables.shape[1] * case.page_size
+    assert f"tensor<1x2x{tokens}x128xf16>" in text
+    config = dataclasses.replace(ragged.config_of(case), widened_bytes=10**6)
+    text = lowered(monkeypatch, case, implementation="cuda", config=config, **scales(case))
+    assert f"tensor<1x2x{10**6 // (2 * 2 * 256)}x128xf16>" in text
+    config = dataclasses.replace(config, widened_bytes=0)
+    assert WIDEN not in lowered(monkeypatch, case, implementation="cuda", config=config, **scales(case))
+
+
+def scales(case: RaggedCase) -> dict[str, np.ndarray]:
+    extras = inputs.make_ragged(case).extras
+    return {name: extras[name] for name in ("k_scale", "v_scale")}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        RaggedCase((900,), 4, 2, 128, 16, q_lens=(500,), cache_dtype="int8", padding=11, spare_seqs=0),
+        RaggedCase((900,), 4, 2, 128, 16, q_lens=(600,), cache_dtype="int8", scale_per_page=True),
+        RaggedCase((900,), 4, 2, 128, 16, q_lens=(600,)),
+    ],
+    ids=["short", "scales by page", "16 bits"],
+)
+def test_what_is_not_widened(monkeypatch, case):
+    options = scales(case) if case.cache_dtype else {}
+    text = lowered(monkeypatch, case, implementation="cuda", **options)
+    assert WIDEN not in text
+    assert text.count("custom_call @pallas_attn_attention_forward_sm90") == 1
 
 
 @pytest.mark.parametrize(

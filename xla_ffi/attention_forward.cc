@@ -24,19 +24,22 @@ using ffi::DataType;
 
 constexpr char kName[] = "pallas_attn_attention_forward_sm90";
 
-ffi::Error attention_forward(
-    cudaStream_t stream, int32_t device, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
-    ffi::AnyBuffer q_bounds, ffi::AnyBuffer k_bounds, ffi::AnyBuffer q_ranks, ffi::AnyBuffer k_ranks,
-    ffi::AnyBuffer block_tables, ffi::AnyBuffer seq_lens, ffi::AnyBuffer num_seqs, ffi::AnyBuffer window,
-    ffi::AnyBuffer scale, ffi::AnyBuffer sinks, ffi::AnyBuffer alibi, ffi::AnyBuffer key_scale,
-    ffi::AnyBuffer value_scale, ffi::AnyBuffer new_key, ffi::AnyBuffer new_value, ffi::AnyBuffer kept_out,
-    ffi::AnyBuffer kept_lse, ffi::AnyBuffer taken, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
-    ffi::Result<ffi::AnyBuffer> rest, ffi::Result<ffi::AnyBuffer> low, ffi::Result<ffi::AnyBuffer> counters,
-    ffi::Result<ffi::AnyBuffer> items, ffi::Result<ffi::AnyBuffer> split_tiles,
-    ffi::Result<ffi::AnyBuffer> first_tile, ffi::Result<ffi::AnyBuffer> partial_out,
-    ffi::Result<ffi::AnyBuffer> partial_lse, bool query_heads_first, bool key_heads_first,
-    bool lse_heads_first, bool base2_lse, bool ends_aligned, bool sinks_without_keys, int64_t q_offset,
-    int64_t bounds_step, int64_t seqs, int64_t skip_rows, int64_t keys_in_l2, float softcap) {
+ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer query, ffi::AnyBuffer key,
+                             ffi::AnyBuffer value, ffi::AnyBuffer q_bounds, ffi::AnyBuffer k_bounds,
+                             ffi::AnyBuffer q_ranks, ffi::AnyBuffer k_ranks, ffi::AnyBuffer block_tables,
+                             ffi::AnyBuffer seq_lens, ffi::AnyBuffer num_seqs, ffi::AnyBuffer window,
+                             ffi::AnyBuffer scale, ffi::AnyBuffer sinks, ffi::AnyBuffer alibi,
+                             ffi::AnyBuffer key_scale, ffi::AnyBuffer value_scale, ffi::AnyBuffer new_key,
+                             ffi::AnyBuffer new_value, ffi::AnyBuffer kept_out, ffi::AnyBuffer kept_lse,
+                             ffi::AnyBuffer taken, ffi::Result<ffi::AnyBuffer> out,
+                             ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> rest,
+                             ffi::Result<ffi::AnyBuffer> low, ffi::Result<ffi::AnyBuffer> counters,
+                             ffi::Result<ffi::AnyBuffer> items, ffi::Result<ffi::AnyBuffer> split_tiles,
+                             ffi::Result<ffi::AnyBuffer> first_tile, ffi::Result<ffi::AnyBuffer> partial_out,
+                             ffi::Result<ffi::AnyBuffer> partial_lse, bool query_heads_first,
+                             bool key_heads_first, bool lse_heads_first, bool base2_lse, bool ends_aligned,
+                             bool sinks_without_keys, int64_t q_offset, int64_t bounds_step, int64_t seqs,
+                             int64_t skip_rows, int64_t keys_in_l2, float softcap) {
   ArgumentChecker check(kName);
   check.array("query", query, {-1, -1, -1, -1}, {DataType::BF16, DataType::F16});
   if (!check.ok()) return check.error();
@@ -64,12 +67,14 @@ ffi::Error attention_forward(
   const bool paged = block_tables.element_count() > 0;
   const bool of_bytes = stored != dtype;
   check.require(paged || !of_bytes, "key", "a cache in pages of one byte a number", "rows");
+  // Of heads, rows may have them too, which were made of bytes; not where documents lie scattered, nor beside
+  // what gradients need.
+  const bool plain_rows = !paged && q_ranks.element_count() == 0 && rest->element_count() == 0;
   for (const auto& [name, scales] : {std::pair{"key_scale", key_scale}, {"value_scale", value_scale}}) {
-    // Those of heads also of rows that were made of bytes.
     const bool by_page = of_bytes && scales.dimensions().size() == 2;
-    const bool none = !of_bytes && scales.element_count() == 0;
+    const bool of_heads = of_bytes || (plain_rows && scales.element_count() > 0);
     const std::vector<int64_t> shape = by_page ? std::vector<int64_t>{keys.batch, keys.heads}
-                                               : std::vector<int64_t>{none ? 0 : keys.heads};
+                                               : std::vector<int64_t>{of_heads ? keys.heads : 0};
     check.array(name, scales, shape, {DataType::F32});
   }
   const bool apart = new_key.element_count() > 0;

@@ -16,6 +16,7 @@ struct Call {
   int max_items, max_partials;
   int tile_tokens, tile_keys, ctas, keys_in_l2;
   int kv_len;  // rows of so many keys and `tokens` queries; 0: pages
+  int step;    // of bounds: 1, or 3 where documents have queries and keys in rows
 };
 
 }  // namespace
@@ -24,7 +25,11 @@ int main() {
   Call call;
   if (std::fread(&call, sizeof(call), 1, stdin) != 1) stand_in::fail("no call");
   auto lengths = Array<int>(call.num_seqs).read();
-  auto bounds = Array<int>(call.num_seqs + 1).read();
+  const bool documents = call.step == kDocumentStep;
+  const size_t num_bounds = documents ? call.num_seqs * call.step : call.num_seqs + 1;
+  auto bounds = Array<int>(num_bounds).read();
+  auto key_bounds = Array<int>(documents ? num_bounds : 0).read();
+  auto taken = Array<int>(call.num_seqs).read();
   Array<WorkItem> items(call.max_items);
   Array<SplitTile> split_tiles(call.max_partials);
   Array<int> first_tile(call.num_seqs + 3);
@@ -32,14 +37,17 @@ int main() {
   Counters counters = {};
   ForwardParams params = {};
   params.window = window;
-  if (call.kv_len == 0) {
+  params.taken = taken.data();
+  if (documents) {
+    params.q_spans = {bounds.data(), call.step}, params.k_spans = {key_bounds.data(), call.step};
+  } else if (call.kv_len == 0) {
     params.q_spans = {bounds.data(), 1};
     params.seq_lens = lengths.data();
     params.block_tables = lengths.data();  // not looked at
   }
   params.kv_len = call.kv_len;
-  params.batch = call.kv_len > 0 ? call.num_seqs : 1, params.q_len = call.tokens, params.group = call.group,
-  params.num_kv_heads = call.kv_heads;
+  params.batch = call.kv_len > 0 && !documents ? call.num_seqs : 1, params.q_len = call.tokens,
+  params.group = call.group, params.num_kv_heads = call.kv_heads;
   params.num_seqs = call.num_seqs, params.seqs_per_batch = call.num_seqs / params.batch;
   params.page_size = call.page_size, params.max_pages = call.max_pages;
   params.ends_aligned = true;

@@ -1,5 +1,5 @@
-// Every CTA finds by itself which sequences are taken and where their rows begin. Then each warp makes the rows
-// of 16 tokens of a head at a time, whose pages its lanes look up while it is at work on those before.
+// Every CTA finds by itself which sequences are taken and where their rows begin. Then each warp makes the
+// rows of 16 tokens of a head at a time, whose pages its lanes look up while it is at work on those before.
 #pragma once
 
 #include <cstdint>

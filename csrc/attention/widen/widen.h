@@ -1,5 +1,5 @@
-// Makes rows of the query's 16-bit type of what long prompts see in a cache of bytes, once a call: the forward
-// kernel reads keys and values as often as a prompt has tiles, and would convert them as often.
+// Makes rows of the query's 16-bit type of what long prompts see in a cache of bytes, once a call: the
+// forward kernel reads keys and values as often as a prompt has tiles, and would convert them as often.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -105,6 +105,11 @@ struct Group {
 // bits.
 enum class Form { kUsual, kFull };
 
+// Whether keys and values of a head may have scales of their own: those of a cache of bytes, and rows that
+// were made of one (attention/widen).
+template <typename Shape, Form kForm>
+constexpr bool kHasScales = Shape::kConverted || (Shape::kFeed == Feed::kEngine && kForm == Form::kUsual);
+
 // Of the warps that feed, one each; beside a cache of bytes, all from kFirstConverter on.
 enum Feeder { kScout = 0, kKeyLoader = 1, kValueLoader = 2, kRawLoader = 1, kFirstConverter = 2 };
 constexpr int kLoaders = 2;
