@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "attention/sm90/forward/launch.h"
+#include "attention/widen/widen.h"
 #include "common/math.h"
 #include "smoke.h"
 
@@ -32,6 +33,7 @@ struct Case {
   int left = -1;
   bool sinks = false;
   int padding = 0;
+  bool widened = false;  // of a cache of bytes: long sequences in a call of their own, over 16-bit rows
 };
 
 template <typename Element>
@@ -93,6 +95,28 @@ Stored store(const Case& c, const std::vector<int>& tables, int max_pages, int p
   }
   if (c.apart) stored.rows = on_device(rows);
   return stored;
+}
+
+// Attends for sequences of 64 rows and more, and leaves the others to the call.
+template <typename Element>
+void run_over_rows(attention::ForwardParams& call, int keys, cudaStream_t stream) {
+  const size_t elements = size_t(keys) * call.num_kv_heads * call.head_dim;
+  attention::WidenParams widen = {call, 64, keys};
+  widen.key = unwritten<Element>(elements), widen.value = unwritten<Element>(elements);
+  widen.taken = unwritten<int>(call.num_seqs);
+  widen.q_bounds = unwritten<int>(call.num_seqs * attention::kDocumentStep);
+  widen.k_bounds = unwritten<int>(call.num_seqs * attention::kDocumentStep);
+  check(attention::launch_widen(widen, stream));
+  attention::ForwardParams rows = call;
+  rows.key = widen.key, rows.value = widen.value;
+  rows.key_strides = rows.value_strides = {int64_t{keys} * call.head_dim, call.head_dim, int64_t(elements)};
+  rows.q_spans = {widen.q_bounds, attention::kDocumentStep};
+  rows.k_spans = {widen.k_bounds, attention::kDocumentStep};
+  rows.block_tables = nullptr, rows.seq_lens = nullptr;
+  rows.kv_len = keys;
+  rows.cache = CacheType::kElement;
+  check(attention::sm90::launch_forward(rows, stream));
+  call.taken = widen.taken;
 }
 
 template <typename Element>
@@ -173,6 +197,7 @@ bool run(const Case& c, ElementType type, float tolerance) {
   params.element = type;
   params.cache = c.cache;
   const cudaStream_t stream = stream_on_all_multiprocessors();
+  if (c.widened) run_over_rows<Element>(params, cu_k.back(), stream);
   check(attention::sm90::launch_forward(params, stream));
   check(cudaStreamSynchronize(stream), c.name);
   const auto got = on_host(out, rows * c.dim);
@@ -232,6 +257,8 @@ int main() {
       {"new tokens", {{100, 300}, {20, 20}}, 4, 2, 64, 16, CacheType::kElement, true},
       {"new tokens beside bytes", {{100, 300}, {20, 20}}, 2, 1, 128, 16, CacheType::kE4m3, true},
       {"split", {{20, 2000}}, 2, 1, 64, 16},
+      {"rows of e4m3", mixed, 4, 2, 128, 16, CacheType::kE4m3, false, false, 40, true, 70, true},
+      {"rows of int8", mixed, 4, 1, 64, 3, CacheType::kInt8, false, false, -1, false, 0, true},
   };
   bool right = true;
   for (const Case& c : cases) {
