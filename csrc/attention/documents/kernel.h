@@ -16,26 +16,34 @@
 namespace pallas_attn::attention {
 
 constexpr int kDocumentsThreads = 1024;
-constexpr int kDocumentsAhead = 8;  // tokens of a thread whose loads are under way at a time
+constexpr int kDocumentsAhead = 8;  // tokens of a thread whose ids are loaded at a time
 
 class DocumentFinder {
   static constexpr int kWarps = kDocumentsThreads / 32;
   using Team = BlockTeam<kDocumentsThreads, false>;
 
+  // Queries or keys of the row.
+  struct Side {
+    const int* ids;
+    int *ranks, *table;
+    int tokens;
+  };
+
  public:
   struct Scratch {
     Team::Scratch team;
-    int runs[kWarps], runs_before[kWarps];
+    int runs[kWarps], runs_before[2][kWarps];
   };
 
   __device__ DocumentFinder(const DocumentsParams& params, int row, Scratch& scratch)
-      : params_(params), team_(scratch.team), scratch_(scratch), tokens_(params.q_len + params.k_len) {
-    q_ids_ = params.q_ids + int64_t{row} * params.q_len;
-    k_ids_ = params.k_ids + int64_t{row} * params.k_len;
-    ranks_[0] = params.q_ranks + int64_t{row} * params.q_len;
-    ranks_[1] = params.k_ranks + int64_t{row} * params.k_len;
-    tables_[0] = params.q_table + int64_t{row} * tokens_ * kDocumentStep;
-    tables_[1] = params.k_table + int64_t{row} * tokens_ * kDocumentStep;
+      : team_(scratch.team), scratch_(scratch), tokens_(params.q_len + params.k_len), q_len_(params.q_len) {
+    const int64_t ranks = int64_t{row} * tokens_;
+    const auto side = [&](const int* ids, int* of_tokens, int* table, int tokens) {
+      const int64_t first = int64_t{row} * tokens;
+      return Side{ids + first, of_tokens + first, table + ranks * kDocumentStep, tokens};
+    };
+    sides_[0] = side(params.q_ids, params.q_ranks, params.q_table, params.q_len);
+    sides_[1] = side(params.k_ids, params.k_ranks, params.k_table, params.k_len);
     starts_ = params.scratch + row * documents_scratch(tokens_);
     homes_ = starts_ + tokens_ + 1;
     numbers_ = homes_ + tokens_;
@@ -43,82 +51,95 @@ class DocumentFinder {
   }
 
   __device__ void find() {
-    const int runs = find_runs();
+    each_side([&](const Side& side, int) { clear(side.table, kDocumentStep * tokens_); });
+    int firsts[2], runs = 0;
+    each_side([&](const Side& side, int which) {
+      firsts[which] = runs;
+      runs += find_runs(side, which, runs);
+    });
+    if (threadIdx.x == 0) starts_[runs] = tokens_;
     int slots = kLeastSlots;
     while (slots < 2 * runs) slots *= 2;
     team_.each(slots, [&](int slot) { slots_[slot] = kNone; });
-    for (int side = 0; side < sides(); ++side) {
-      team_.each_at_last(kDocumentStep * tokens_, [&](int word) { tables_[side][word] = 0; });
-    }
     team_.each(runs, [&](int run) { homes_[run] = home_of(run, slots - 1); });
     const auto is_first = [&](int run) { return slots_[homes_[run]] == run; };
     const int documents = team_.prefix_sum(runs, is_first, numbers_).sum;
-    for (int side = 0; side < sides(); ++side) {
-      team_.each_at_last(documents, [&](int rank) { tables_[side][rank * kDocumentStep] = INT_MAX; });
-    }
+    each_side([&](const Side& side, int) {
+      team_.each_at_last(documents, [&](int rank) { side.table[rank * kDocumentStep] = INT_MAX; });
+    });
     __syncthreads();
     team_.each(runs, [&](int run) { homes_[run] = enter(run, numbers_[slots_[homes_[run]]]); });
-    for (int side = 0; side < sides(); ++side) {
-      team_.each_at_last(documents, [&](int rank) { close(tables_[side] + rank * kDocumentStep); });
-    }
-    tell_tokens();
+    each_side([&](const Side& side, int which) {
+      team_.each_at_last(documents, [&](int rank) { close(side.table + rank * kDocumentStep); });
+      each_token(side, firsts[which] + scratch_.runs_before[which][threadIdx.x / 32],
+                 [&](int token, int run, bool, int) { side.ranks[token] = homes_[run]; });
+    });
   }
 
  private:
   static constexpr int kNone = INT_MAX;  // behind all runs
 
-  __device__ int sides() const { return params_.k_ids == nullptr ? 1 : 2; }
-  __device__ int side_of(int token) const { return token >= params_.q_len; }
-  __device__ int id(int token) const {
-    return token < params_.q_len ? load_constant(q_ids_ + token)
-                                 : load_constant(k_ids_ + token - params_.q_len);
-  }
-  __device__ bool begins(int token) const {
-    return token == 0 || token == params_.q_len || id(token) != id(token - 1);
-  }
-  __device__ int* rank_of(int token) const {
-    return token < params_.q_len ? ranks_[0] + token : ranks_[1] + token - params_.q_len;
+  template <typename Work>
+  __device__ void each_side(Work work) const {
+    work(sides_[0], 0);
+    if (sides_[1].tokens > 0) work(sides_[1], 1);
   }
 
-  // How many there are. Where they start, and as `rank_of` each token's run. Every warp has a part of the
-  // tokens.
-  __device__ int find_runs() const {
+  static __device__ void clear(int* words, int count) {
+#pragma unroll 8
+    for (int i = threadIdx.x; i < count; i += kDocumentsThreads) words[i] = 0;
+  }
+
+  // work(token, its run, whether it starts it, its id) for the warp's part of the tokens, which has `runs` in
+  // front of it. Returns those up to its end.
+  template <typename Work>
+  static __device__ int each_token(const Side& side, int runs, Work work) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int part = ceil_div(ceil_div(tokens_, kWarps), 32) * 32;
-    const int first = warp * part, end = min(first + part, tokens_);
-    int runs = 0;
-#pragma unroll kDocumentsAhead
-    for (int base = first; base < end; base += 32) {
-      const int token = base + lane;
-      runs += __popc(__ballot_sync(~0u, token < end && begins(token)));
+    const int part = ceil_div(ceil_div(side.tokens, kWarps), 32) * 32;
+    const int end = min((warp + 1) * part, side.tokens);
+    for (int base = warp * part + lane; base - lane < end; base += 32 * kDocumentsAhead) {
+      int ids[kDocumentsAhead], before[kDocumentsAhead];
+#pragma unroll
+      for (int i = 0; i < kDocumentsAhead; ++i) {
+        const int token = min(base + 32 * i, end - 1);
+        ids[i] = load_constant(side.ids + token);
+        before[i] = load_constant(side.ids + max(token - 1, 0));
+      }
+#pragma unroll
+      for (int i = 0; i < kDocumentsAhead; ++i) {
+        const int token = base + 32 * i;
+        const bool starts = token < end && (token == 0 || ids[i] != before[i]);
+        const uint32_t those = __ballot_sync(~0u, starts);
+        if (token < end) work(token, runs + __popc(those & (~0u >> (31 - lane))) - 1, starts, ids[i]);
+        runs += __popc(those);
+      }
     }
-    if (lane == 0) scratch_.runs[warp] = runs;
+    return runs;
+  }
+
+  // How many a side has. Where they start, and as `numbers_` their ids; `first`: runs of the other side.
+  __device__ int find_runs(const Side& side, int which, int first) const {
+    const int warp = threadIdx.x / 32;
+    const int own = each_token(side, 0, [](int, int, bool, int) {});
+    if (threadIdx.x % 32 == 0) scratch_.runs[warp] = own;
     __syncthreads();
     const auto runs_of = [&](int i) { return scratch_.runs[i]; };
-    const int all = team_.prefix_sum(kWarps, runs_of, scratch_.runs_before).sum;
+    const int all = team_.prefix_sum(kWarps, runs_of, scratch_.runs_before[which]).sum;
     __syncthreads();
-    runs = scratch_.runs_before[warp];
-#pragma unroll kDocumentsAhead
-    for (int base = first; base < end; base += 32) {
-      const int token = base + lane;
-      const bool starts = token < end && begins(token);
-      const uint32_t those = __ballot_sync(~0u, starts);
-      const int run = runs + __popc(those & (~0u >> (31 - lane))) - 1;
-      runs += __popc(those);
-      if (token < end) *rank_of(token) = run;
-      if (starts) starts_[run] = token;
-    }
-    if (threadIdx.x == 0) starts_[all] = tokens_;
-    __syncthreads();
+    each_token(side, first + scratch_.runs_before[which][warp], [&](int token, int run, bool starts, int id) {
+      if (!starts) return;
+      starts_[run] = token + which * q_len_;
+      numbers_[run] = id;
+    });
     return all;
   }
 
   // The slot of the run's id: it has the first run with that id. Which slot it is hangs on who comes first.
   __device__ int home_of(int run, uint32_t mask) const {
-    const int own = id(starts_[run]);
+    const int own = numbers_[run];
     for (uint32_t slot = scattered(own) & mask;; slot = (slot + 1) & mask) {
       const int other = atomicCAS(slots_ + slot, kNone, run);
-      if (other != kNone && id(starts_[other]) != own) continue;
+      if (other != kNone && numbers_[other] != own) continue;
       atomicMin(slots_ + slot, run);
       return static_cast<int>(slot);
     }
@@ -132,9 +153,9 @@ class DocumentFinder {
 
   // A run's tokens count for its document. Returns `rank`.
   __device__ int enter(int run, int rank) const {
-    const int side = side_of(starts_[run]), before = side == 0 ? 0 : params_.q_len;
-    const int begin = starts_[run] - before, end = starts_[run + 1] - before;
-    int* const row = tables_[side] + rank * kDocumentStep;
+    const int start = starts_[run], which = start >= q_len_, before = which * q_len_;
+    const int begin = start - before, end = starts_[run + 1] - before;
+    int* const row = sides_[which].table + rank * kDocumentStep;
     atomicMin(row, begin);
     atomicMax(row + 1, end);
     atomicAdd(row + 2, end - begin);
@@ -146,30 +167,11 @@ class DocumentFinder {
     row[2] = row[1] - row[0] == row[2];
   }
 
-  __device__ void tell_tokens() const {
-    for (int base = threadIdx.x; base < tokens_; base += kDocumentsThreads * kDocumentsAhead) {
-      int ranks[kDocumentsAhead];
-#pragma unroll
-      for (int i = 0; i < kDocumentsAhead; ++i) {
-        ranks[i] = *rank_of(min(base + i * kDocumentsThreads, tokens_ - 1));
-      }
-#pragma unroll
-      for (int i = 0; i < kDocumentsAhead; ++i) ranks[i] = homes_[ranks[i]];
-#pragma unroll
-      for (int i = 0; i < kDocumentsAhead; ++i) {
-        const int token = base + i * kDocumentsThreads;
-        if (token < tokens_) *rank_of(token) = ranks[i];
-      }
-    }
-  }
-
-  const DocumentsParams& params_;
   const Team team_;
   Scratch& scratch_;
-  const int tokens_;
-  const int *q_ids_, *k_ids_;
-  int *ranks_[2], *tables_[2];
-  // Of runs: the first token; the slot of its id, then its rank; the documents in front of it.
+  const int tokens_, q_len_;
+  Side sides_[2];
+  // Of runs: the first token; the slot of its id, then its rank; its id, then the documents in front of it.
   int *starts_, *homes_, *numbers_;
   int* slots_;  // each the first run of an id
 };
