@@ -3,6 +3,8 @@ ratios, so that clocks which move do not decide. Of both sides the GPU's time co
 the peer's many in one CUDA graph. For speed of trying, `run.py` keeps the tables.
 
     BENCH_PEERS=<folder of _vllm_fa3_C*.so> python benchmarks/prompts.py --max-seconds 80
+
+With `--cache`, 8-bit pages beside the same calls over 16 bits.
 """
 
 import argparse
@@ -44,6 +46,8 @@ NAMED = {
     "512on32256": ((32256,), (512,)),
 }
 DOCUMENTS, DOCUMENT_TOKENS = 64, 32768
+CACHES = {"e4m3": (jnp.float8_e4m3fn, 0.25), "int8": (jnp.int8, 0.03)}
+"""And what is stored, times which is a value."""
 
 
 class Program(NamedTuple):
@@ -128,7 +132,20 @@ def like(*arrays: tuple[tuple[int, ...], Any]) -> tuple[jax.ShapeDtypeStruct, ..
     return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays)
 
 
+def fastest_of(calls: dict[str, Callable[[int], Any]]) -> Callable[[], float]:
+    """Takes a sample of the seconds that the fastest of a peer's ways takes."""
+    import graphs  # of torch
+
+    return min((graphs.Captured(call, 1) for call in calls.values()), key=graphs.Captured.sample).sample
+
+
+def sampler(program: Program, compiled: Any, arrays: tuple) -> Callable[[], float]:
+    return lambda: timing.device_samples(lambda: compiled(*arrays), 1)[0] / program.calls
+
+
 class OverPages:
+    beside, stored = "FA3", jnp.bfloat16
+
     def __init__(self, case: RaggedCase):
         self.case, self.name = case, str(case.id)
         self.pages = [-(-length // case.page_size) for length in case.seq_lens]
@@ -141,7 +158,7 @@ class OverPages:
             ((self.case.num_seqs,), jnp.int32),
             ((self.case.num_seqs + 1,), jnp.int32),
         )
-        rows = like((self.query, jnp.bfloat16), (self.pool, jnp.bfloat16), (self.pool, jnp.bfloat16))
+        rows = like((self.query, jnp.bfloat16), (self.pool, self.stored), (self.pool, self.stored))
 
         def call(query, keys, values, starts):
             return lambda table, lengths: pallas_attn.ragged_paged_attention(
@@ -162,14 +179,14 @@ class OverPages:
         tables = tuple(jnp.array(table) for _ in range(CALLS))
         return tables, jnp.asarray(self.case.seq_lens, jnp.int32), *rows, starts
 
-    def peers(self, tables, lengths, query, keys, values, _) -> dict[str, Callable[[int], Any]]:
+    def peer(self, tables, lengths, query, keys, values, _) -> Callable[[], float]:
         inputs = types.SimpleNamespace(
             query=to_torch(query),
             caches=(to_torch(keys), to_torch(values)),
             lengths=to_torch(lengths),
             tables=(to_torch(tables[0]),),
         )
-        return fa3.build(self.case, inputs)
+        return fastest_of(fa3.build(self.case, inputs))
 
     def error(self, out: jax.Array, tables, lengths, query, keys, values, _) -> float:
         case, errors, rng = self.case, [], np.random.default_rng(1)
@@ -185,9 +202,43 @@ class OverPages:
         return float(np.max(errors))
 
 
+class OverBytes(OverPages):
+    """Of 8 bits, with a scale for each head."""
+
+    beside = "16 bits"
+
+    def __init__(self, case: RaggedCase, cache: str):
+        super().__init__(case)
+        (self.stored, self.scale), self.name = CACHES[cache], f"{case.id} {cache}"
+
+    def lowered(self, **options: Any) -> Program:
+        scale = np.full(self.case.num_kv_heads, self.scale, np.float32)
+        # By itself a call over 8 bits is not CUDA's.
+        implementation = "cuda" if jax.default_backend() == "gpu" else None
+        return super().lowered(k_scale=scale, v_scale=scale, implementation=implementation, **options)
+
+    def arrays(self) -> tuple[Any, ...]:
+        tables, lengths, query, *pools, starts = super().arrays()
+        return tables, lengths, query, *map(self.quantized, pools), starts
+
+    def quantized(self, pool: jax.Array) -> jax.Array:
+        rows = pool.astype(jnp.float32) / self.scale
+        return (jnp.round(rows) if self.stored == jnp.int8 else rows).astype(self.stored)
+
+    def peer(self, *_) -> Callable[[], float]:
+        wide = OverPages(self.case)
+        program = wide.lowered()
+        return sampler(program, program.lowered.compile(), wide.arrays())
+
+    def error(self, out: jax.Array, tables, lengths, query, keys, values, starts) -> float:
+        keys, values = (pool.astype(jnp.float32) * self.scale for pool in (keys, values))
+        return super().error(out, tables, lengths, query, keys, values, starts)
+
+
 class Documents:
     """Of lognormal lengths, end to end in one row; the peer is told where they begin."""
 
+    beside = "FA3"
     name = f"{DOCUMENTS} documents in {DOCUMENT_TOKENS}"
 
     def __init__(self):
@@ -212,11 +263,11 @@ class Documents:
         query, key, value = (normal(i, *shape) for i, shape in enumerate(self.shapes))
         return tuple(jnp.array(key) for _ in range(CALLS)), None, query, value, jnp.asarray(self.starts)
 
-    def peers(self, keys, _, query, value, bounds) -> dict[str, Callable[[int], Any]]:
+    def peer(self, keys, _, query, value, bounds) -> Callable[[], float]:
         rows, starts = tuple(to_torch(x[0]) for x in (query, keys[0], value)), to_torch(bounds)
         longest = int(np.diff(self.starts).max())
         sizes = dict(query_starts=starts, key_starts=starts, longest=(longest, longest))
-        return {"": lambda _: fa3._attend(*rows, **sizes, scale=128**-0.5, window=(-1, -1))}
+        return fastest_of({"": lambda _: fa3._attend(*rows, **sizes, scale=128**-0.5, window=(-1, -1))})
 
     def error(self, out: jax.Array, keys, _, query, value, bounds) -> float:
         errors, starts = [], self.starts
@@ -254,20 +305,17 @@ class Sampled(NamedTuple):
     error: float
 
 
-def sampled(cell: "OverPages | Documents", calls: int, compiled: Any) -> Sampled:
+def sampled(cell: "OverPages | Documents", program: Program, compiled: Any) -> Sampled:
     """Seconds a call in each round, in turns with the peer's fastest way."""
     arrays = cell.arrays()
     first, _ = jax.block_until_ready(compiled(*arrays))
     error = cell.error(first, *arrays)
     del first
-    import graphs  # of torch
-
-    ways = (graphs.Captured(call, 1) for call in cell.peers(*arrays).values())
-    fastest = min(ways, key=graphs.Captured.sample)
+    seconds, peers = sampler(program, compiled, arrays), cell.peer(*arrays)
     ours, peer = [], []
     for _ in range(ROUNDS):
-        ours.append(timing.device_samples(lambda: compiled(*arrays), 1)[0] / calls)
-        peer.append(fastest.sample())
+        ours.append(seconds())
+        peer.append(peers())
     return Sampled(ours, peer, statistics.median(p / o for p, o in zip(peer, ours, strict=True)), error)
 
 
@@ -276,11 +324,15 @@ def main() -> None:
     arguments.add_argument(
         "--max-seconds", type=float, default=float("inf"), metavar="S", help="begin no cell later"
     )
+    arguments.add_argument("--cache", choices=CACHES, help="pages of 8 bits, beside those of 16")
     options = arguments.parse_args()
     begin, ratios = time.monotonic(), []
     print(jax.devices()[0].device_kind, fa3.available() or fa3.TITLE, flush=True)
     # Traced here, compiled by threads: while one is measured none is.
-    found = [(cell, cell.lowered()) for cell in cells()]
+    chosen = cells()
+    if options.cache:
+        chosen = (OverBytes(cell.case, options.cache) for cell in chosen if isinstance(cell, OverPages))
+    found = [(cell, cell.lowered()) for cell in chosen]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         compiled = list(pool.map(lambda made: made[1].lowered.compile(), found))
     print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
@@ -288,10 +340,10 @@ def main() -> None:
         if time.monotonic() - begin > options.max_seconds:
             print("out of time")
             break
-        of = sampled(cell, program.calls, ready)
+        of = sampled(cell, program, ready)
         ratios.append(of.ratio)
         print(
-            f"{cell.name:44s} ours {statistics.median(of.ours) * 1e6:8.1f} us  FA3 "
+            f"{cell.name:44s} ours {statistics.median(of.ours) * 1e6:8.1f} us  {cell.beside} "
             f"{statistics.median(of.peer) * 1e6:8.1f}  ratio {of.ratio:.3f}  error {of.error:.1e}  {clock()}  "
             f"{time.monotonic() - begin:.0f} s",
             flush=True,
