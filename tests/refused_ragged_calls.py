@@ -83,7 +83,11 @@ def ragged_calls() -> dict[str, Call]:
         "RaggedTiles": Call(pallas_attn.RaggedTiles, dict(block_q=16, block_kv=16, num_splits=1), TILES),
         "RaggedAttentionConfig": Call(
             pallas_attn.RaggedAttentionConfig,
-            dict(long=config.long),
-            dict(long=INSTANCE, short=INSTANCE.or_none()),
+            dict(long=config.long, widened_bytes=0),
+            dict(
+                long=INSTANCE,
+                short=INSTANCE.or_none(),
+                widened_bytes=Kind(("1", 1.5, True, -1, [1], ones(1))),
+            ),
         ),
     }

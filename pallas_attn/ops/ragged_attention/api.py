@@ -152,7 +152,8 @@ def ragged_paged_attention(
             kernel by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere, for debugging and
             CPUs) or "interpret" (the Pallas kernel run in Python, slow).
         config: tile sizes for "pallas", "triton" and "interpret"; "cuda" uses `short` of 8-bit caches and heads wider
-            than 128, whose decoded sequences Pallas serves. None takes the measured or the heuristic ones.
+            than 128, whose decoded sequences Pallas serves, and up to `widened_bytes` of memory (512 MiB) for a 16-bit
+            copy of what long prompts see in an 8-bit cache. None takes the measured or the heuristic ones.
 
     Returns:
         out [total_tokens, num_heads, value_dim] in query's dtype or `out_dtype`; with return_lse, also lse
