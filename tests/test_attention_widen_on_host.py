@@ -34,6 +34,7 @@ class Case:
     heads_first: bool = False
     window: int = -1  # keys to the left
     least_rows: int = 64
+    least_pairs: int = 0
     room: int = 1000
     ctas: int = 3
     now: int | None = None  # of the sequences
@@ -68,10 +69,10 @@ class Case:
 def run(program: Path, case: Case) -> tuple[list[np.ndarray], np.ndarray, np.ndarray, np.ndarray]:
     """Rows of keys and of values, tables of queries and keys, and which sequences are taken."""
     call = struct.pack(
-        "15i",
+        "16i",
         *(case.dtype != BF16, case.cache == "int8", case.tokens, case.group, case.kv_heads),
         *(case.head_dim, case.value_dim, case.num_pages, case.page_size, case.max_pages, len(case.lens)),
-        *(case.heads_first, case.least_rows, case.room, case.ctas),
+        *(case.heads_first, case.least_rows, case.least_pairs, case.room, case.ctas),
     )
     now = len(case.lens) if case.now is None else case.now
     arrays = (
@@ -143,6 +144,12 @@ def test_sequences_are_taken_in_order_as_long_as_there_is_room(program):
     # One for which there never is keeps nobody out.
     check(program, Case(LENS, Q_LENS, room=299), [0, 4, 6])
     check(program, Case(LENS, Q_LENS, room=32), [])
+
+
+def test_none_is_taken_of_a_call_with_few_pairs_of_tiles(program):
+    """One of rows and 3, 1, 2 of keys in all that are long, 5 x 2 in the fourth."""
+    check(program, Case(LENS, Q_LENS, least_pairs=3 + 1 + 10 + 2), [0, 1, 4, 6])
+    check(program, Case(LENS, Q_LENS, least_pairs=3 + 1 + 10 + 2 + 1), [])
 
 
 def test_as_many_sequences_as_there_are(program):

@@ -100,6 +100,12 @@ WIDENED = [
 ]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def few_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small calls are widened."""
+    monkeypatch.setattr(hopper_widen, "LEAST_PAIRS", 1)
+
+
 def taken_of(case: RaggedCase) -> list[int]:
     rows = hopper_widen.LEAST_ROWS
     return [i for i, new in enumerate(case.q_lens) if new * case.group >= rows and case.seq_lens[i] > 0]
@@ -309,6 +315,17 @@ def test_rows_take_so_much_memory(monkeypatch):
     assert f"tensor<1x2x{10**6 // (2 * 2 * 256)}x128xf16>" in text
     config = dataclasses.replace(config, widened_bytes=0)
     assert WIDEN not in lowered(monkeypatch, case, implementation="cuda", config=config, **scales(case))
+
+
+@pytest.mark.parametrize(("tokens", "widened"), [(4000, False), (4096, True)])
+def test_calls_that_widening_takes_longer_than_are_not(monkeypatch, tokens, widened):
+    """4096 queries of 8 heads with as many keys of two: 2 x 128 x 32 pairs."""
+    monkeypatch.undo()
+    assert hopper_widen.LEAST_PAIRS == 8192
+    room = hopper_widen.room(
+        2**40, kv_heads=2, dims=256, query_tokens=tokens, group=4, num_seqs=1, max_len=tokens
+    )
+    assert (room > 0) == widened
 
 
 def scales(case: RaggedCase) -> dict[str, np.ndarray]:

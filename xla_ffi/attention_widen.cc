@@ -28,7 +28,7 @@ ffi::Error attention_widen(cudaStream_t stream, int32_t device, ffi::AnyBuffer k
                            ffi::Result<ffi::AnyBuffer> key, ffi::Result<ffi::AnyBuffer> value,
                            ffi::Result<ffi::AnyBuffer> q_bounds, ffi::Result<ffi::AnyBuffer> k_bounds,
                            ffi::Result<ffi::AnyBuffer> taken, bool heads_first, int64_t q_tokens,
-                           int64_t group, int64_t least_rows) {
+                           int64_t group, int64_t least_rows, int64_t least_pairs) {
   ArgumentChecker check(kName);
   check.array("key_cache", key_cache, {-1, -1, -1, -1}, {DataType::F8E4M3FN, DataType::S8});
   if (!check.ok()) return check.error();
@@ -67,6 +67,7 @@ ffi::Error attention_widen(cudaStream_t stream, int32_t device, ffi::AnyBuffer k
   check.between("q_tokens", "", 1, kMostTokens, q_tokens);
   check.between("group", "", 1, kMostGroup, group);
   check.between("least_rows", "", 1, kMaxInt, least_rows);
+  check.between("least_pairs", "", 0, kMaxInt / seqs, least_pairs);
   if (!check.ok()) return check.error();
 
   attention::WidenParams params = {};
@@ -94,6 +95,7 @@ ffi::Error attention_widen(cudaStream_t stream, int32_t device, ffi::AnyBuffer k
   call.element = dtype == DataType::BF16 ? ElementType::kBfloat16 : ElementType::kFloat16;
   call.cache = stored == DataType::S8 ? attention::CacheType::kInt8 : attention::CacheType::kE4m3;
   params.least_rows = static_cast<int>(least_rows);
+  params.least_pairs = static_cast<int>(least_pairs);
   params.room = static_cast<int>(room);
   params.key = key->untyped_data();
   params.value = value->untyped_data();
@@ -125,5 +127,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_widen_sm90, pallas_attn::att
                                   .Attr<bool>("heads_first")
                                   .Attr<int64_t>("q_tokens")
                                   .Attr<int64_t>("group")
-                                  .Attr<int64_t>("least_rows"),
+                                  .Attr<int64_t>("least_rows")
+                                  .Attr<int64_t>("least_pairs"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -17,6 +17,9 @@ TARGET = "pallas_attn_attention_widen_sm90"
 LEAST_ROWS = 1024
 """Rows (queries times heads of a KV head) from which on it takes less time: eight tiles. To move three bytes for each
 number of 128 keys and their values takes 25 ns of all multiprocessors, to convert them in a tile another 4 ns."""
+LEAST_PAIRS, TILE = 8192, 128
+"""Pairs of TILE rows and TILE keys, of all heads and all such sequences: two launches more, and two ends of a kernel,
+are some 20 us, and of these pairs a causal mask leaves half."""
 ELEMENT_BYTES = 2
 MOST = 2**31 - 1
 
@@ -46,6 +49,9 @@ def room(
     dims: elements of a key and its value; max_len: tokens that a row of the block table has room for.
     """
     most_taken = min(num_seqs, query_tokens * group // LEAST_ROWS)
+    most_pairs = (query_tokens * group // TILE + most_taken) * -(-max_len // TILE)
+    if most_pairs * kv_heads < LEAST_PAIRS:
+        return 0
     fits = budget // (kv_heads * dims * ELEMENT_BYTES)
     return min(fits, most_taken * max_len, MOST // max(num_seqs, kv_heads))
 
@@ -62,7 +68,8 @@ def widen(
     group: int,
     heads_first: bool,
 ) -> Widened:
-    """Sequences with LEAST_ROWS and more are taken in order, as long as what they see fits in `tokens`.
+    """Sequences with LEAST_ROWS and more are taken in order, as long as what they see fits in `tokens`; none, if they
+    have fewer than LEAST_PAIRS.
 
     Lengths that cannot be right are not. What a page outside the pool would hold is NaN in keys and 0 in values. vmap
     calls it once for each entry of the batch, sequentially.
@@ -94,5 +101,6 @@ def widen(
         q_tokens=np.int64(query_tokens),
         group=np.int64(group),
         least_rows=np.int64(LEAST_ROWS),
+        least_pairs=np.int64(-(-LEAST_PAIRS // heads)),
     )
     return Widened(*made)

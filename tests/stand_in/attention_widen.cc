@@ -9,27 +9,27 @@ using namespace pallas_attn;
 using namespace pallas_attn::attention;
 using stand_in::Array;
 
-struct Shared {
-  BlockTeam<kWidenThreads, false>::Scratch scratch;
-  int first_row[];
-};
 alignas(1024) char shared_memory[stand_in::kSharedBytes];
 
 struct Call {
   int fp16, int8, tokens, group, kv_heads, head_dim, value_dim;
-  int num_pages, page_size, max_pages, num_seqs, heads_first, least_rows, room, ctas;
+  int num_pages, page_size, max_pages, num_seqs, heads_first, least_rows, least_pairs, room, ctas;
 };
 
-template <typename Element>
+template <typename Widening>
 void run(const WidenParams& params, int ctas) {
   stand_in::run_grid(dim3(ctas), 1, [&] {
-    auto& shared = reinterpret_cast<Shared&>(shared_memory);
-    if (params.call.cache == CacheType::kE4m3) {
-      Widening<Element, true>(params, shared.first_row).work(shared.scratch);
-    } else {
-      Widening<Element, false>(params, shared.first_row).work(shared.scratch);
-    }
+    auto* const scratch = reinterpret_cast<typename Widening::Scratch*>(shared_memory);
+    Widening(params, reinterpret_cast<int*>(scratch + 1)).work(*scratch);
   });
+}
+template <typename Element>
+void run_with(const WidenParams& params, int ctas) {
+  if (params.call.cache == CacheType::kE4m3) {
+    run<Widening<Element, true>>(params, ctas);
+  } else {
+    run<Widening<Element, false>>(params, ctas);
+  }
 }
 
 }  // namespace
@@ -68,12 +68,12 @@ int main() {
   of.head_dim = call.head_dim, of.value_dim = call.value_dim;
   of.ends_aligned = true;
   of.cache = call.int8 ? CacheType::kInt8 : CacheType::kE4m3;
-  params.least_rows = call.least_rows, params.room = call.room;
+  params.least_rows = call.least_rows, params.least_pairs = call.least_pairs, params.room = call.room;
   params.key = wide_key.data(), params.value = wide_value.data();
   params.taken = taken.data(), params.q_bounds = q_bounds.data(), params.k_bounds = k_bounds.data();
   stand_in::shared = shared_memory;
   stand_in::threads = kWidenThreads;
-  call.fp16 ? run<__half>(params, call.ctas) : run<__nv_bfloat16>(params, call.ctas);
+  call.fp16 ? run_with<__half>(params, call.ctas) : run_with<__nv_bfloat16>(params, call.ctas);
   wide_key.write(), wide_value.write();
   q_bounds.write(), k_bounds.write(), taken.write();
 }

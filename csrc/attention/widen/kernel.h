@@ -20,15 +20,18 @@ constexpr int kWidenTokens = 16;  // of one warp at a time
 // whole sectors.
 constexpr int kWidenLoads = 8;
 
-// Of a sequence that may be taken: the keys that its queries see. Else none.
+// Of a sequence that may be taken: the keys that its queries see, and pairs of tiles, of which no more count
+// than are enough. Else none.
 struct SeenKeys {
-  int begin = 0, count = 0;
+  int begin = 0, count = 0, pairs = 0;
 
   __device__ SeenKeys(const WidenParams& params, const Sequence& sequence, const Window& window) {
     if (sequence.bad || sequence.q_len * params.call.group < params.least_rows) return;
     begin = window.begin(sequence.offset);
     count = max(sequence.k_len - begin, 0);
     if (count > params.room) count = 0;
+    const int64_t tiles = ceil_div(sequence.q_len * params.call.group, kWidenTile);
+    pairs = static_cast<int>(min(tiles * ceil_div(count, kWidenTile), int64_t{params.least_pairs}));
   }
 };
 
@@ -40,26 +43,43 @@ constexpr int kPageOutside = -1, kNoToken = -2;  // in place of a page
 
 template <typename Element, bool kE4m3>
 class Widening {
+  using Team = BlockTeam<kWidenThreads, false>;
+
  public:
+  struct Scratch {
+    Team::Scratch team;
+    int pairs;
+  };
+
   // first_row: room for a number more than there are sequences.
   __device__ Widening(const WidenParams& params, int* first_row)
       : params_(params),
         window_(params.call),
         num_seqs_(num_seqs_now(params.call)),
+        room_(params.room),
         first_row_(first_row),
         page_size_(params.call.page_size),
         lane_(threadIdx.x % 32) {}
 
-  __device__ void work(BlockTeam<kWidenThreads, false>::Scratch& scratch) {
-    const BlockTeam<kWidenThreads, false> team(scratch);
-    const int all = team.prefix_sum(num_seqs_, [&](int seq) { return seen(seq).count; }, first_row_).sum;
+  __device__ void work(Scratch& scratch) {
+    const Team team(scratch.team);
+    if (threadIdx.x == 0) scratch.pairs = 0;
+    int pairs = 0;
+    const auto keys_of = [&](int seq) {
+      const SeenKeys keys = seen(seq);
+      pairs += keys.pairs;
+      return keys.count;
+    };
+    const int all = team.prefix_sum(num_seqs_, keys_of, first_row_).sum;
     if (threadIdx.x == 0) first_row_[num_seqs_] = all;
+    if (pairs > 0) atomicAdd(&scratch.pairs, pairs);
     __syncthreads();
+    if (scratch.pairs < params_.least_pairs) room_ = 0;
     for (int seq = blockIdx.x * kWidenThreads + threadIdx.x; seq < params_.call.num_seqs;
          seq += gridDim.x * kWidenThreads) {
       tell(seq);
     }
-    const int tokens = first_row_[last_up_to(params_.room, num_seqs_ + 1)];
+    const int tokens = first_row_[last_up_to(room_, num_seqs_ + 1)];
     const int heads = params_.call.num_kv_heads, units = ceil_div(tokens, kWidenTokens) * heads;
     const int step = gridDim.x * kWidenWarps;
     int unit = blockIdx.x * kWidenWarps + threadIdx.x / 32;
@@ -96,7 +116,7 @@ class Widening {
   // Whether a sequence is taken, and where its tokens lie.
   __device__ void tell(int seq) const {
     int q_begin = 0, q_len = 0, k_begin = 0, k_len = 0;
-    if (seq < num_seqs_ && first_row_[seq] < first_row_[seq + 1] && first_row_[seq + 1] <= params_.room) {
+    if (seq < num_seqs_ && first_row_[seq] < first_row_[seq + 1] && first_row_[seq + 1] <= room_) {
       const Sequence sequence(params_.call, seq, num_seqs_);
       q_begin = sequence.q_begin, q_len = sequence.q_len;
       k_begin = first_row_[seq], k_len = first_row_[seq + 1] - k_begin;
@@ -162,6 +182,7 @@ class Widening {
   const WidenParams& params_;
   const Window window_;
   const int num_seqs_;
+  int room_;  // tokens that may be taken
   int* const first_row_;
   const Divisor page_size_;
   const int lane_;

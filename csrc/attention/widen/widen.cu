@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kWidenThreads, kCtas)
   ptx::wait_for_previous_kernel();
   ptx::allow_dependent_launch();
   extern __shared__ int first_row[];
-  __shared__ BlockTeam<kWidenThreads, false>::Scratch scratch;
+  __shared__ typename Widening<Element, kE4m3>::Scratch scratch;
   Widening<Element, kE4m3>(params, first_row).work(scratch);
 }
 

@@ -9,12 +9,16 @@
 
 namespace pallas_attn::attention {
 
+constexpr int kWidenTile = 128;
+
 struct WidenParams {
   // The call as the forward kernel would have it: where queries and pages lie, and the window. Only this is
   // read of it.
   ForwardParams call;
-  int least_rows;  // rows (queries times heads of a KV head) of a sequence that is worth it
-  int room;        // tokens that the rows have room for; times num_seqs below 2^31
+  // Rows (queries times heads of a KV head) of a sequence that is worth it; and how many pairs of kWidenTile
+  // rows and kWidenTile keys such sequences must have together, or none is taken.
+  int least_rows, least_pairs;
+  int room;  // tokens that the rows have room for; times num_seqs below 2^31
 
   // Rows of `call.element`: keys [num_kv_heads, room, head_dim], values [num_kv_heads, room, value_dim].
   void* key;
