@@ -139,8 +139,12 @@ def fastest_of(calls: dict[str, Callable[[int], Any]]) -> Callable[[], float]:
     return min((graphs.Captured(call, 1) for call in calls.values()), key=graphs.Captured.sample).sample
 
 
-def sampler(program: Program, compiled: Any, arrays: tuple) -> Callable[[], float]:
-    return lambda: timing.device_samples(lambda: compiled(*arrays), 1)[0] / program.calls
+class Made(NamedTuple):
+    program: Program
+    compiled: Any
+
+    def sampler(self, arrays: tuple) -> Callable[[], float]:
+        return lambda: timing.device_samples(lambda: self.compiled(*arrays), 1)[0] / self.program.calls
 
 
 class OverPages:
@@ -179,7 +183,11 @@ class OverPages:
         tables = tuple(jnp.array(table) for _ in range(CALLS))
         return tables, jnp.asarray(self.case.seq_lens, jnp.int32), *rows, starts
 
-    def peer(self, tables, lengths, query, keys, values, _) -> Callable[[], float]:
+    def programs(self) -> list[Program]:
+        """Ours, and what else is to be compiled."""
+        return [self.lowered()]
+
+    def peer(self, _made, tables, lengths, query, keys, values, _) -> Callable[[], float]:
         inputs = types.SimpleNamespace(
             query=to_torch(query),
             caches=(to_torch(keys), to_torch(values)),
@@ -225,10 +233,11 @@ class OverBytes(OverPages):
         rows = pool.astype(jnp.float32) / self.scale
         return (jnp.round(rows) if self.stored == jnp.int8 else rows).astype(self.stored)
 
-    def peer(self, *_) -> Callable[[], float]:
-        wide = OverPages(self.case)
-        program = wide.lowered()
-        return sampler(program, program.lowered.compile(), wide.arrays())
+    def programs(self) -> list[Program]:
+        return [self.lowered(), OverPages(self.case).lowered()]
+
+    def peer(self, made, *_) -> Callable[[], float]:
+        return made[1].sampler(OverPages(self.case).arrays())
 
     def error(self, out: jax.Array, tables, lengths, query, keys, values, starts) -> float:
         keys, values = (pool.astype(jnp.float32) * self.scale for pool in (keys, values))
@@ -263,7 +272,10 @@ class Documents:
         query, key, value = (normal(i, *shape) for i, shape in enumerate(self.shapes))
         return tuple(jnp.array(key) for _ in range(CALLS)), None, query, value, jnp.asarray(self.starts)
 
-    def peer(self, keys, _, query, value, bounds) -> Callable[[], float]:
+    def programs(self) -> list[Program]:
+        return [self.lowered()]
+
+    def peer(self, _made, keys, _, query, value, bounds) -> Callable[[], float]:
         rows, starts = tuple(to_torch(x[0]) for x in (query, keys[0], value)), to_torch(bounds)
         longest = int(np.diff(self.starts).max())
         sizes = dict(query_starts=starts, key_starts=starts, longest=(longest, longest))
@@ -305,13 +317,13 @@ class Sampled(NamedTuple):
     error: float
 
 
-def sampled(cell: "OverPages | Documents", program: Program, compiled: Any) -> Sampled:
+def sampled(cell: OverPages | Documents, made: list[Made]) -> Sampled:
     """Seconds a call in each round, in turns with the peer's fastest way."""
     arrays = cell.arrays()
-    first, _ = jax.block_until_ready(compiled(*arrays))
+    first, _ = jax.block_until_ready(made[0].compiled(*arrays))
     error = cell.error(first, *arrays)
     del first
-    seconds, peers = sampler(program, compiled, arrays), cell.peer(*arrays)
+    seconds, peers = made[0].sampler(arrays), cell.peer(made, *arrays)
     ours, peer = [], []
     for _ in range(ROUNDS):
         ours.append(seconds())
@@ -332,15 +344,17 @@ def main() -> None:
     chosen = cells()
     if options.cache:
         chosen = (OverBytes(cell.case, options.cache) for cell in chosen if isinstance(cell, OverPages))
-    found = [(cell, cell.lowered()) for cell in chosen]
+    found = [(cell, cell.programs()) for cell in chosen]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        compiled = list(pool.map(lambda made: made[1].lowered.compile(), found))
+        ready = [
+            (cell, [(one, pool.submit(one.lowered.compile)) for one in programs]) for cell, programs in found
+        ]
     print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
-    for (cell, program), ready in zip(found, compiled, strict=True):
+    for cell, programs in ready:
         if time.monotonic() - begin > options.max_seconds:
             print("out of time")
             break
-        of = sampled(cell, program, ready)
+        of = sampled(cell, [Made(program, compiled.result()) for program, compiled in programs])
         ratios.append(of.ratio)
         print(
             f"{cell.name:44s} ours {statistics.median(of.ours) * 1e6:8.1f} us  {cell.beside} "
