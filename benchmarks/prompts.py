@@ -221,9 +221,7 @@ class OverBytes(OverPages):
 
     def lowered(self, **options: Any) -> Program:
         scale = np.full(self.case.num_kv_heads, self.scale, np.float32)
-        # By itself a call over 8 bits is not CUDA's.
-        implementation = "cuda" if jax.default_backend() == "gpu" else None
-        return super().lowered(k_scale=scale, v_scale=scale, implementation=implementation, **options)
+        return super().lowered(k_scale=scale, v_scale=scale, **options)
 
     def arrays(self) -> tuple[Any, ...]:
         tables, lengths, query, *pools, starts = super().arrays()

@@ -257,7 +257,7 @@ def test_registers_with_xla(library: Path) -> None:
     done = _register("library", library)
     assert done.returncode == 0, done.stderr
     targets = re.findall(r"^PALLAS_ATTN_TARGET\((\w+)\)", (ROOT / "xla_ffi/targets.def").read_text(), re.M)
-    assert len(targets) == 7
+    assert len(targets) == 9
     assert done.stdout.split() == targets
 
 

@@ -284,8 +284,9 @@ def lowered(monkeypatch, case: RaggedCase, **options):
     ).as_text()
 
 
-def test_a_hopper_gpu_takes_it_by_itself(monkeypatch):
-    assert "pallas_attn_attention_forward_sm90" in lowered(monkeypatch, CASES[0])
+@pytest.mark.parametrize("case", [CASES[0], CASES[15]], ids=lambda case: case.id)
+def test_a_hopper_gpu_takes_it_by_itself(monkeypatch, case):
+    assert "pallas_attn_attention_forward_sm90" in lowered(monkeypatch, case)
 
 
 @pytest.mark.parametrize(
@@ -350,7 +351,9 @@ def test_what_is_not_widened(monkeypatch, case):
 
 
 @pytest.mark.parametrize(
-    "case", [CASES[4], RaggedCase((9, 9), 8, 2, 128, 16, q_lens=(1, 1), padding=0)], ids=lambda case: case.id
+    "case",
+    [CASES[4], RaggedCase((9, 9), 8, 2, 128, 16, q_lens=(1, 1), padding=0), CASES[21]],
+    ids=lambda case: case.id,
 )
 def test_what_pallas_is_as_fast_at_is_left_to_it(monkeypatch, case):
     assert "attention_forward_sm90" not in lowered(monkeypatch, case)

@@ -40,11 +40,12 @@ def unsupported(operands: Operands) -> str | None:
 
 
 def is_slower(operands: Operands) -> bool:
-    """Whether Pallas is known to be as fast: for narrow heads, for 8-bit caches, which must be converted, and where all
-    sequences are decoded."""
-    narrow = max(operands.pool.head_dim, operands.value_dim) <= NARROW_HEADS
+    """Whether Pallas is known to be as fast, for narrow heads and where all sequences are decoded, or was not timed
+    beside it, for 8-bit caches of wide heads."""
+    widest = max(operands.pool.head_dim, operands.value_dim)
+    untimed = widest > STANDBY_HEADS and is_quantized(operands.key_cache.dtype)
     all_decode = operands.query.shape[0] <= operands.sizes.num_seqs
-    return narrow or is_quantized(operands.key_cache.dtype) or all_decode
+    return widest <= NARROW_HEADS or untimed or all_decode
 
 
 def leaves_decoded(operands: Operands) -> bool:

@@ -100,15 +100,10 @@ struct Group {
   __device__ __forceinline__ int query_of(int row) const { return static_cast<int>(row * inverse >> 16); }
 };
 
-// Two kernels of each shape. What few calls ask for costs registers, so the usual one lacks it: documents
+// Three kernels of each shape. What few calls ask for costs registers, so the usual one lacks it: documents
 // that do not lie in one piece, and what gradients need, which is the log-sum-exp in parts and out's lower
-// bits.
-enum class Form { kUsual, kFull };
-
-// Whether keys and values of a head may have scales of their own: those of a cache of bytes, and rows that
-// were made of one (attention/widen).
-template <typename Shape, Form kForm>
-constexpr bool kHasScales = Shape::kConverted || (Shape::kFeed == Feed::kEngine && kForm == Form::kUsual);
+// bits; or rows whose heads have scales of their own, since they were made of a cache of bytes.
+enum class Form { kUsual, kFull, kScaled };
 
 // Of the warps that feed, one each; beside a cache of bytes, all from kFirstConverter on.
 enum Feeder { kScout = 0, kKeyLoader = 1, kValueLoader = 2, kRawLoader = 1, kFirstConverter = 2 };

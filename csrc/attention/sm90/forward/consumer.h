@@ -417,9 +417,9 @@ class Consumer {
 
   const ForwardParams& params_;
   Plan& smem_;
-  // Whether a head's keys and values may have scales; whether threads copy, and do not tell the asynchronous
-  // units.
-  static constexpr bool kScaledTiles = kHasScales<Shape, kForm>;
+  // Whether keys and values of a head may have scales of their own; whether threads copy, and do not tell the
+  // asynchronous units.
+  static constexpr bool kScaledTiles = Shape::kConverted || kForm == Form::kScaled;
   static constexpr bool kGathered = Shape::kFeed == Feed::kGathered;
   const bool shaped_;
   const Group group_;

@@ -15,7 +15,7 @@ template <Form kForm>
 __device__ __forceinline__ bool is_answered(const ForwardParams& params, const Tile& tile, const Group& group,
                                             int row) {
   if (row >= tile.tokens * group.size) return false;
-  if (kForm == Form::kUsual || tile.q_rank < 0) return true;
+  if (kForm != Form::kFull || tile.q_rank < 0) return true;
   const int64_t token = int64_t{tile.batch} * params.q_len + tile.token + group.query_of(row);
   return __ldg(params.q_ranks + token) == tile.q_rank;
 }

@@ -167,6 +167,10 @@ LaunchStatus launch_instance(const ForwardParams& params, cudaStream_t stream) {
   // Documents, and calls with gradients, have their keys in rows.
   const bool full = params.rest != nullptr || params.q_ranks != nullptr;
   if (full) return launch_fed<Element, Shape, Form::kFull>(params, stream);
+  const bool scaled = params.key_scale != nullptr || params.value_scale != nullptr;
+  if (scaled && params.block_tables == nullptr) {
+    return launch_fed<Element, Shape, Form::kScaled>(params, stream);
+  }
   return with_feed<Shape>(
       params, [&](auto shape) { return launch_fed<Element, decltype(shape), Form::kUsual>(params, stream); });
 }
