@@ -154,6 +154,7 @@ SPILLS = {
     r"backward.instantiations\..*_rows\.": 164,
     r"backward.instantiations\..*_64\.": 292,
     r"backward.instantiations": 124,
+    r"forward.instantiations\..*_256\..*FormE2": 292,
     r"forward.instantiations\..*_(192|192x128|256)\..*FeedE2": 216,
     r"forward.instantiations\..*_(192|192x128|256)\.": 152,
     r"forward.instantiations\..*FeedE2": 144,

@@ -6,8 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
+from lowering import lower_for_four, lower_for_gpu
+from support import as_if_cuda
 
-from pallas_attn.ops.flash_attention import segments
+import pallas_attn
+from pallas_attn.ops.flash_attention import segments, segments_cuda
 
 
 def spans(rank: np.ndarray) -> dict[int, tuple[int, int, int]]:
@@ -96,3 +100,37 @@ def test_what_is_known_of_lengths_needs_no_sort():
     assert text(lambda ids: segments.sides(ids, ids, "xla"), ids).count("stablehlo.sort") == 1
     lengths = text(lambda lens: segments.sides_of_lengths(lens, 32), jnp.zeros(4, jnp.int32))
     assert not [word for word in ("sort", "scatter", "while") if f"stablehlo.{word}" in lengths]
+
+
+def lowered(ids, **options) -> str:
+    rows = jax.ShapeDtypeStruct((*ids.shape, 4, 128), jnp.bfloat16)
+    attend = functools.partial(pallas_attn.flash_attention, **options)
+    return lower_for_gpu(lambda x, ids: attend(x, x, x, segment_ids=ids), rows, ids).as_text()
+
+
+@pytest.mark.parametrize(
+    ("implementation", "tokens", "by_cuda"),
+    [
+        (None, 4096, True),
+        ("cuda", 64, True),
+        ("pallas", 4096, False),
+        ("xla", 64, False),
+        (None, segments_cuda.FASTER_UP_TO, True),
+        (None, segments_cuda.FASTER_UP_TO + 128, False),
+    ],
+)
+def test_cuda_finds_documents_of_its_own_calls(monkeypatch, implementation, tokens, by_cuda):
+    """And of those that leave the choice; of longer rows a sort does."""
+    as_if_cuda(monkeypatch)
+    text = lowered(jax.ShapeDtypeStruct((1, tokens), jnp.int32), implementation=implementation)
+    assert text.count(f"custom_call @{segments_cuda.TARGET}") == by_cuda
+    assert ("stablehlo.sort" in text) != by_cuda
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Manual], ids=str)
+def test_each_device_finds_its_own_documents(monkeypatch, axis_type):
+    as_if_cuda(monkeypatch)
+    ids, specs = [jax.ShapeDtypeStruct((8, 256), jnp.int32)], [PartitionSpec("x")]
+    text = lower_for_four(lambda ids: (segments.sides(ids, ids)[0].rank,), ids, specs, specs, axis_type)
+    [call] = [line for line in text.splitlines() if f"@{segments_cuda.TARGET}(" in line]
+    assert "(tensor<4x256xi32>, tensor<4x256x3xi32>" in call

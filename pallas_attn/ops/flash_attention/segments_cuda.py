@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import ffi, symbolic
+from pallas_attn._call import dispatch, ffi, symbolic
 from pallas_attn._call.device import current_device
 
 TARGET = "pallas_attn_attention_documents_sm90"
@@ -18,7 +18,7 @@ def serves(*ids: jax.Array) -> bool:
     sizes = [size for array in ids for size in array.shape]
     if symbolic.is_open(*sizes) or 0 in sizes or sum(array.shape[1] for array in ids) > FASTER_UP_TO:
         return False
-    return current_device().runs_hopper_code and ffi.is_available()[0]
+    return current_device().runs_hopper_code and dispatch.installed["cuda"]() is None
 
 
 def find(query_ids: jax.Array, key_ids: jax.Array | None) -> tuple[jax.Array, ...]:
