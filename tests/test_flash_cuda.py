@@ -20,7 +20,7 @@ from lowering import H100, abstract_mesh, lower_for_four, lower_for_gpu
 import pallas_attn
 from pallas_attn import FlashAttentionConfig, FlashAttentionTiles
 from pallas_attn._tile.band import Band
-from pallas_attn.ops.flash_attention import cuda, segments
+from pallas_attn.ops.flash_attention import cuda, segments, segments_cuda
 from pallas_attn.ops.flash_attention.operands import Operands, Rules
 from pallas_attn.testing import compare
 from pallas_attn.testing.flash_attention import FlashCase
@@ -330,8 +330,9 @@ def test_documents_are_its_own_too(built, name):
         lambda *floats: function(*floats[:3], **{name: floats[3]}), *shapes(), packing
     ).as_text()
     assert TARGET in text
-    # What is known of lengths needs no sort.
-    assert ("stablehlo.sort" in text) == (name == "segment_ids")
+    # A kernel finds them; what is known of lengths needs none.
+    assert (segments_cuda.TARGET in text) == (name == "segment_ids")
+    assert "stablehlo.sort" not in text
 
 
 @pytest.mark.parametrize(

@@ -36,17 +36,12 @@ def find(query_ids: jax.Array, key_ids: jax.Array | None) -> tuple[jax.Array, ..
     tokens = q_len + k_len
     slots = max(LEAST_SLOTS, 2 ** (2 * tokens - 1).bit_length())
 
-    def side(rows: int, length: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        shapes = (rows, length), (rows, tokens, 3)
-        return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
-
+    k_batch = batch if k_len else 0
+    ranks_and_tables = (batch, q_len), (batch, tokens, 3), (k_batch, k_len), (k_batch, tokens, 3)
+    scratch = batch, 3 * tokens + 1 + slots
     call = jax.ffi.ffi_call(
         TARGET,
-        (
-            *side(batch, q_len),
-            *side(batch if k_len else 0, k_len),
-            jax.ShapeDtypeStruct((batch, 3 * tokens + 1 + slots), jnp.int32),
-        ),
+        tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (*ranks_and_tables, scratch)),
         vmap_method="sequential",
     )
     found = call(query_ids, jnp.zeros((0, 0), jnp.int32) if key_ids is None else key_ids)

@@ -41,11 +41,11 @@ def unsupported(operands: Operands) -> str | None:
 
 def is_slower(operands: Operands) -> bool:
     """Whether Pallas is known to be as fast, for narrow heads and where all sequences are decoded, or was not timed
-    beside it, for 8-bit caches of wide heads."""
+    beside it, for 8-bit caches of wide heads or beside new tokens."""
     widest = max(operands.pool.head_dim, operands.value_dim)
-    untimed = widest > STANDBY_HEADS and is_quantized(operands.key_cache.dtype)
+    rare = widest > STANDBY_HEADS or operands.key is not None
     all_decode = operands.query.shape[0] <= operands.sizes.num_seqs
-    return widest <= NARROW_HEADS or untimed or all_decode
+    return widest <= NARROW_HEADS or (rare and is_quantized(operands.key_cache.dtype)) or all_decode
 
 
 def leaves_decoded(operands: Operands) -> bool:
@@ -129,7 +129,8 @@ def ragged_attention_cuda(
             group=sizes.group,
             heads_first=heads_first,
         )
-        kept = attend(rows.key, rows.value, rows.sequences, key_heads_first=True, kept=kept)
+        out, lse = attend(rows.key, rows.value, rows.sequences, key_heads_first=True, kept=kept)
+        kept = out, lse
         sequences = dataclasses.replace(sequences, taken=rows.taken)
     out, lse = attend(
         operands.key_cache,
