@@ -1,5 +1,5 @@
-// What finds documents on the host, for test_attention_documents_on_host.py: ids from standard input, ranks and
-// tables of both sides to standard output.
+// What finds documents on the host, for test_attention_documents_on_host.py: ids from standard input, ranks
+// and tables of both sides to standard output.
 #include "arrays.h"
 #include "attention/documents/kernel.h"
 
