@@ -30,6 +30,16 @@ PALLAS_ATTN_HOST_DEVICE inline int count_bits(uint32_t word) {
 #endif
 }
 
+// Of `count` ascending numbers, the first of which is not above `most`: the place of the last one that is not.
+PALLAS_ATTN_HOST_DEVICE inline int last_up_to(const int* ascending, int count, int most) {
+  int low = 0, high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (ascending[middle] <= most ? low : high) = middle;
+  }
+  return low;
+}
+
 // Of a word that has one: the highest bit that is set.
 PALLAS_ATTN_HOST_DEVICE inline int highest_bit(uint32_t word) {
 #ifdef __CUDA_ARCH__

@@ -9,6 +9,7 @@
 #include "attention/prepare/prepare.h"
 #include "attention/rules.h"
 #include "common/block_team.h"
+#include "common/math.h"
 
 namespace pallas_attn::attention {
 
@@ -162,12 +163,8 @@ __device__ __forceinline__ void prepare(const ForwardParams& params, const Tilin
   for (;;) {
     int work = 0, most = 0;
     team.each(tiles, [&](int tile) {
-      int low = 0, high = seqs;  // the last sequence that has no more tiles in front of it
-      while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        (first_tile[middle] <= tile ? low : high) = middle;
-      }
-      const WorkItem whole = batch.item(window, low, tile - first_tile[low]);
+      const int seq = last_up_to(first_tile, seqs, tile);
+      const WorkItem whole = batch.item(window, seq, tile - first_tile[seq]);
       if (whole.tokens == 0) return;
       work += whole.num_keys;
       most = max(most, whole.num_keys);

@@ -8,6 +8,7 @@
 #include "attention/prepare/buckets.h"
 #include "attention/prepare/prepare.h"
 #include "common/block_team.h"
+#include "common/math.h"
 
 namespace pallas_attn::attention {
 
@@ -53,13 +54,9 @@ __device__ void order_lists(const ForwardParams& params, OrderScratch<kThreads>&
   team.each(kBuckets, [&](int bucket) { scratch.counts[bucket] = 0; });
   const auto item_of = [&](int i) {
     const int tile = i / heads;
-    int low = 0, high = seqs;  // the last sequence that has no more tiles in front of it
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (scratch.first_tile[middle] <= tile ? low : high) = middle;
-    }
-    const ListedSequence sequence(params, low, num_seqs);
-    WorkItem item = sequence.item(low, tile - scratch.first_tile[low], first_head + i % heads);
+    const int seq = last_up_to(scratch.first_tile, seqs, tile);
+    const ListedSequence sequence(params, seq, num_seqs);
+    WorkItem item = sequence.item(seq, tile - scratch.first_tile[seq], first_head + i % heads);
     item.num_keys = length_of(params, sequence, item);
     return item;
   };

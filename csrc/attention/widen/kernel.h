@@ -79,7 +79,7 @@ class Widening {
          seq += gridDim.x * kWidenThreads) {
       tell(seq);
     }
-    const int tokens = first_row_[last_up_to(room_, num_seqs_ + 1)];
+    const int tokens = first_row_[last_up_to(first_row_, num_seqs_ + 1, room_)];
     const int heads = params_.call.num_kv_heads, units = ceil_div(tokens, kWidenTokens) * heads;
     const int step = gridDim.x * kWidenWarps;
     int unit = blockIdx.x * kWidenWarps + threadIdx.x / 32;
@@ -101,16 +101,6 @@ class Widening {
  private:
   __device__ SeenKeys seen(int seq) const {
     return SeenKeys(params_, Sequence(params_.call, seq, num_seqs_), window_);
-  }
-
-  // The last of the first `count` numbers that is not above `most`: the first one, 0, is not.
-  __device__ int last_up_to(int most, int count) const {
-    int low = 0, high = count;
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (first_row_[middle] <= most ? low : high) = middle;
-    }
-    return low;
   }
 
   // Whether a sequence is taken, and where its tokens lie.
@@ -135,7 +125,7 @@ class Widening {
   __device__ Slot find(int first, int tokens) const {
     const int row = first + lane_ % kWidenTokens;
     if (row >= tokens) return {0, kNoToken};
-    const int seq = last_up_to(row, num_seqs_);
+    const int seq = last_up_to(first_row_, num_seqs_, row);
     const int key = seen(seq).begin + row - first_row_[seq], column = page_size_.into(key);
     const int* entry = params_.call.block_tables + int64_t{seq} * params_.call.max_pages + column;
     return {ptx::load_int(entry), key - column * params_.call.page_size};
