@@ -1,7 +1,8 @@
 // Attention's forward kernel on a few small batches, without XLA: what the sanitizers run (make sanitize).
 //
 // The batches reach each way of feeding keys, tiles that are partial at either end, tokens of no sequence,
-// sequences without queries or keys, windows, sinks, split tiles and their merge, and what gradients ask for.
+// sequences without queries or keys, windows, sinks, split tiles and their merge, what gradients ask for, and
+// rows made of bytes. Before them the kernel that finds documents.
 // Results are compared with double precision.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -9,9 +10,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <random>
 #include <utility>
 
+#include "attention/documents/documents.h"
 #include "attention/sm90/forward/launch.h"
 #include "attention/widen/widen.h"
 #include "common/math.h"
@@ -97,11 +100,12 @@ Stored store(const Case& c, const std::vector<int>& tables, int max_pages, int p
   return stored;
 }
 
-// Attends for sequences of 64 rows and more, and leaves the others to the call.
+// Attends for sequences of 64 rows and more, and leaves the others to the call. Returns how many it took.
 template <typename Element>
-void run_over_rows(attention::ForwardParams& call, int keys, cudaStream_t stream) {
+int64_t run_over_rows(attention::ForwardParams& call, int keys, cudaStream_t stream) {
   const size_t elements = size_t(keys) * call.num_kv_heads * call.head_dim;
-  attention::WidenParams widen = {call, 64, keys};
+  attention::WidenParams widen = {};
+  widen.call = call, widen.least_rows = 64, widen.room = keys;
   widen.key = unwritten<Element>(elements), widen.value = unwritten<Element>(elements);
   widen.taken = unwritten<int>(call.num_seqs);
   widen.q_bounds = unwritten<int>(call.num_seqs * attention::kDocumentStep);
@@ -116,7 +120,54 @@ void run_over_rows(attention::ForwardParams& call, int keys, cudaStream_t stream
   rows.kv_len = keys;
   rows.cache = CacheType::kElement;
   check(attention::sm90::launch_forward(rows, stream));
+  check(cudaStreamSynchronize(stream), "rows made of bytes");
   call.taken = widen.taken;
+  const auto taken = on_host(widen.taken, call.num_seqs);
+  return std::count(taken.begin(), taken.end(), 1);
+}
+
+// Packed documents, scattered ones, and many: ranks in order of first tokens, and where each one's lie.
+bool find_documents() {
+  const int batch = 3, q_len = 700, k_len = 300, tokens = q_len + k_len;
+  std::vector<int> q_ids, k_ids;
+  for (int row = 0; row < batch; ++row) {
+    const auto id = [&](int token) { return row == 0 ? token / 90 : row == 1 ? token % 7 : token * 7919; };
+    for (int token = 0; token < q_len; ++token) q_ids.push_back(id(token));
+    for (int token = 0; token < k_len; ++token) k_ids.push_back(id(token + 50));
+  }
+  attention::DocumentsParams params = {};
+  params.q_ids = on_device(q_ids), params.k_ids = on_device(k_ids);
+  params.q_ranks = unwritten<int>(q_ids.size()), params.k_ranks = unwritten<int>(k_ids.size());
+  const size_t table_words = size_t(batch) * tokens * attention::kDocumentStep;
+  params.q_table = unwritten<int>(table_words), params.k_table = unwritten<int>(table_words);
+  params.scratch = unwritten<int>(batch * attention::documents_scratch(tokens));
+  params.batch = batch, params.q_len = q_len, params.k_len = k_len;
+  const cudaStream_t stream = stream_on_all_multiprocessors();
+  check(attention::launch_documents(params, stream));
+  check(cudaStreamSynchronize(stream), "documents");
+
+  Verdict verdict = {1.0f};
+  std::vector<std::map<int, int>> ranks(batch);
+  const auto compare = [&](const std::vector<int>& ids, int length, const int* found, const int* table) {
+    const auto got = on_host(found, ids.size()), rows = on_host(table, table_words);
+    for (int row = 0; row < batch; ++row) {
+      std::map<int, std::pair<int, int>> spans;
+      for (int token = 0; token < length; ++token) {
+        const size_t at = size_t(row) * length + token;
+        const int known = static_cast<int>(ranks[row].size());
+        const int rank = ranks[row].insert({ids[at], known}).first->second;
+        verdict.expect(got[at] == rank);
+        spans.insert({rank, {token, 0}}).first->second.second = token + 1;
+      }
+      for (const auto& [rank, span] : spans) {
+        const size_t at = (size_t(row) * tokens + rank) * attention::kDocumentStep;
+        verdict.expect(rows[at] == span.first && rows[at + 1] == span.second);
+      }
+    }
+  };
+  compare(q_ids, q_len, params.q_ranks, params.q_table);
+  compare(k_ids, k_len, params.k_ranks, params.k_table);
+  return verdict.tell("documents");
 }
 
 template <typename Element>
@@ -197,7 +248,7 @@ bool run(const Case& c, ElementType type, float tolerance) {
   params.element = type;
   params.cache = c.cache;
   const cudaStream_t stream = stream_on_all_multiprocessors();
-  if (c.widened) run_over_rows<Element>(params, cu_k.back(), stream);
+  const int64_t taken = c.widened ? run_over_rows<Element>(params, cu_k.back(), stream) : 0;
   check(attention::sm90::launch_forward(params, stream));
   check(cudaStreamSynchronize(stream), c.name);
   const auto got = on_host(out, rows * c.dim);
@@ -210,6 +261,7 @@ bool run(const Case& c, ElementType type, float tolerance) {
   }
 
   Verdict verdict = {tolerance};
+  verdict.expect((taken > 0) == c.widened && taken < num_seqs);
   for (int token = 0; token < tokens; ++token) {
     const int seq = static_cast<int>(std::upper_bound(cu_q.begin(), cu_q.end(), token) - cu_q.begin()) - 1;
     const bool padding = seq >= num_seqs;
@@ -260,7 +312,7 @@ int main() {
       {"rows of e4m3", mixed, 4, 2, 128, 16, CacheType::kE4m3, false, false, 40, true, 70, true},
       {"rows of int8", mixed, 4, 1, 64, 3, CacheType::kInt8, false, false, -1, false, 0, true},
   };
-  bool right = true;
+  bool right = find_documents();
   for (const Case& c : cases) {
     right &= run<__nv_bfloat16>(c, ElementType::kBfloat16, 2e-2f);
     right &= run<__half>(c, ElementType::kFloat16, 4e-3f);
