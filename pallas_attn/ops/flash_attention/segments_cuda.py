@@ -10,6 +10,7 @@ TARGET = "pallas_attn_attention_documents_sm90"
 FASTER_UP_TO = 2**17
 """Tokens of a row: one CTA has a row. Of a million, sort and scatters take a quarter of its time (one H200)."""
 LEAST_SLOTS = 64
+"""Of the kernel's hash table (documents.h)."""
 
 
 def serves(*ids: jax.Array) -> bool:

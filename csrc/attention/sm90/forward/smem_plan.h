@@ -6,7 +6,7 @@
 //        128   2 x 32K   3 x 32K    2 x 32K    225
 //    192/128   1 x 48K   2 x 48K    2 x 32K    209
 //        192   1 x 48K   2 x 36K    2 x 36K    193
-//        256   1 x 64K   2 x 40K    2 x 40K    225
+//        256   1 x 64K   2 x 32K    2 x 32K    193
 //
 // Of a cache of bytes key tiles are of 96 keys, of 48 at values of 192 and 256, two of keys and of values
 // (four at heads of 64), and as many bytes as they are made of: 210 KB at heads of 128, 225 at 192/128.
