@@ -30,7 +30,8 @@ PALLAS_ATTN_HOST_DEVICE inline int count_bits(uint32_t word) {
 #endif
 }
 
-// Of `count` ascending numbers, the first of which is not above `most`: the place of the last one that is not.
+// Of `count` ascending numbers, the first of which is not above `most`: the place of the last one that is
+// not.
 PALLAS_ATTN_HOST_DEVICE inline int last_up_to(const int* ascending, int count, int most) {
   int low = 0, high = count;
   while (high - low > 1) {

@@ -32,8 +32,8 @@ class Sequences:
     q_bounds, k_bounds: [num_seqs + 1], sequences laid end to end; None: each batch entry is one sequence.
     block_tables, seq_lens: [num_seqs, max_pages] and [num_seqs] where keys lie in pages.
     q_table, k_table: [batch, documents, 3] (`segments.Documents.table`), documents whose tokens may lie anywhere in
-        their batch entry; q_ranks, k_ranks: [batch, tokens], each token's document; None: no
-        other's tokens lie between a document's.
+        their batch entry; q_ranks, k_ranks: [batch, tokens], each token's document; None: no other's tokens lie between
+        a document's.
     num_seqs: [1], how many sequences there are, of documents the most in a batch entry; None: all.
     new: (key, value) of the queries' own tokens, laid out like these, where pages hold only earlier tokens.
     taken: int32 [num_seqs], not 0 of sequences that another call serves: nothing of theirs is written.
