@@ -35,21 +35,25 @@ struct Rows {
   }
 };
 
+// Which of a thread's columns of a row are in front of column `end`: a bit for each, two of every eight.
+__device__ __forceinline__ uint32_t columns_before(int end, const FragmentPosition& at) {
+  const int own = max(end - at.in_quad * 2, 0), count = own / 8 * 2 + min(own % 8, 2);
+  return count < 32 ? (1u << count) - 1 : ~0u;
+}
+
 // Of the keys from `first_key` on.
 template <int kCount>
 __device__ __forceinline__ void mask_outside(float (&rS)[kCount], const FragmentPosition& at, int first_key,
                                              const Rows& rows) {
+  static_assert(kCount / kRowsPerThread <= 32);
   uint32_t seen[kRowsPerThread];
-  int before[kRowsPerThread];
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
-    before[i] = first_key - rows.begin[i];
-    seen[i] = max(rows.end[i] - rows.begin[i], 0);
+    seen[i] = columns_before(rows.end[i] - first_key, at) & ~columns_before(rows.begin[i] - first_key, at);
   }
 #pragma unroll
   for (int r = 0; r < kCount; ++r) {
-    const int i = FragmentPosition::row_of(r);
-    if (static_cast<uint32_t>(before[i] + at.column(r)) >= seen[i]) rS[r] = -INFINITY;
+    if ((seen[FragmentPosition::row_of(r)] & 1u << (r / 4 * 2 + r % 2)) == 0) rS[r] = -INFINITY;
   }
 }
 
