@@ -126,6 +126,7 @@ struct ForwardParams {
   float* rest;
   void* low;  // a byte of out's lower bits for each element, in its place; or null
 
+  Counters equal;  // of equal sequences: what `counters` will say. Nobody has to wait for that
   // Scratch.
   Counters* counters;
   WorkItem* items;         // [max_items]

@@ -45,7 +45,7 @@ void run(ForwardParams& params, const Call& call) {
     }
   }
   Counters counters = {0, static_cast<int>(items.size()), 0, params.num_kv_heads};
-  params.items = items.data(), params.counters = &counters;
+  params.items = items.data(), params.counters = &counters, params.equal = counters;
   const Boxes boxes = boxes_of<Shape>(params);
   Maps maps;
   encode_maps<Element, Shape>(params, boxes, &maps);

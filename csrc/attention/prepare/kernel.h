@@ -7,6 +7,7 @@
 
 #include "attention/prepare/buckets.h"
 #include "attention/prepare/prepare.h"
+#include "attention/prepare/together.h"
 #include "attention/rules.h"
 #include "common/block_team.h"
 #include "common/math.h"
@@ -87,34 +88,6 @@ __device__ int cost_of(const ForwardParams& params, const int* counts, int longe
   const int whole = work / ctas, even = whole * heads + (work - whole * ctas) * heads / ctas;
   return max(even, ceil_div(long_parts * heads, ctas) * (longest + kItemCost)) +
          (partials > 0 ? kMergeCost : 0);
-}
-
-// All side by side balance best; some at a time read keys from the L2, where the call is long enough for the
-// last of them to be begun in time. `work`: key tiles of one.
-PALLAS_ATTN_HOST_DEVICE inline bool lasts(int64_t work, int longest, int ctas) {
-  return work >= int64_t{2} * longest * ctas;
-}
-
-// Of `all`, each of which reads so many keys several times: a divisor.
-PALLAS_ATTN_HOST_DEVICE inline int together_of(const ForwardParams& params, int all, int64_t keys,
-                                               int64_t work, int longest, int ctas) {
-  int together = all;
-  while (together > 1 && together * keys > params.keys_in_l2) {
-    const int fewer = together % 2 == 0 ? together / 2 : 1;
-    if (!lasts(work * fewer, longest, ctas)) break;
-    together = fewer;
-  }
-  return together;
-}
-
-// Equal sequences have the same tiles, nothing is sorted, and it is pairs of a sequence and a KV head that
-// are taken side by side. Windows are in the GPU's memory: work is as little as under a causal mask.
-inline Counters counters_of_equal(const ForwardParams& params, const Tiling& tiling) {
-  const int tiles = ceil_div(params.q_len, tiling.tokens), longest = ceil_div(params.kv_len, tiling.keys);
-  const int64_t work = int64_t{tiles} * (longest + 1) / 2;
-  const int64_t keys = tiles > 1 ? params.kv_len : 0;
-  const int pairs = params.num_seqs * params.num_kv_heads;
-  return {0, tiles * params.num_seqs, 0, together_of(params, pairs, keys, work, longest, tiling.ctas)};
 }
 
 // How many parts the longest tile is in where the call takes least.
@@ -199,7 +172,8 @@ __device__ __forceinline__ void prepare(const ForwardParams& params, const Tilin
       }
       __syncthreads();
       most = max(keys_of(bucket_of(scratch.longest)), 1);
-      together = together_of(params, params.num_kv_heads, scratch.keys, scratch.work, most, tiling.ctas);
+      together = together_of(params, params.num_kv_heads, scratch.keys, scratch.work,
+                             int64_t{2} * most * tiling.ctas);
       const int parts = params.max_partials > 0 ? least_cost_parts(params, scratch, most, tiling.ctas) : 1;
       if (parts > 1) {
         longest = ceil_div(most, parts);

@@ -26,8 +26,7 @@ __global__ void set_counters_kernel(Counters* counters, Counters to) {
 LaunchStatus launch_prepare(const ForwardParams& params, const Tiling& tiling, cudaStream_t stream) {
   if (has_equal_sequences(params)) {
     return launch_dependent(set_counters_kernel, dim3(1), 1, 0, stream, Blocks::kIndependent,
-                            "launching the kernel that sets counters", params.counters,
-                            counters_of_equal(params, tiling));
+                            "launching the kernel that sets counters", params.counters, params.equal);
   }
   const int seqs = params.first_tile != nullptr ? 0 : params.num_seqs + padding_seqs(params) + 1;
   const size_t bytes = sizeof(Scratch) + seqs * sizeof(int);

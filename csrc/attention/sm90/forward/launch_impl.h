@@ -7,6 +7,7 @@
 #include "attention/merge/merge.h"
 #include "attention/prepare/lists.h"
 #include "attention/prepare/prepare.h"
+#include "attention/prepare/together.h"
 #include "attention/sm90/forward/kernel.h"
 #include "attention/sm90/forward/woven.h"
 #include "attention/sm90/tensor_tile.h"
@@ -121,7 +122,7 @@ LaunchStatus encode_maps(const ForwardParams& params, const Boxes& boxes, Maps* 
 }
 
 template <typename Element, typename Shape, Form kForm>
-LaunchStatus launch_fed(const ForwardParams& params, cudaStream_t stream) {
+LaunchStatus launch_fed(ForwardParams params, cudaStream_t stream) {
   const auto kernel = forward_kernel<Element, Shape, kForm>;
   constexpr int kSmemBytes = sizeof(SmemPlan<Shape>);
   static_assert(kSmemBytes <= kSmemLimit);
@@ -137,6 +138,7 @@ LaunchStatus launch_fed(const ForwardParams& params, cudaStream_t stream) {
   Maps maps;
   status = encode_maps<Element, Shape>(params, boxes, &maps);
   const Tiling tiling = {Shape::kRows / params.group, Shape::kKeys, num_sms};
+  if (has_equal_sequences(params)) params.equal = counters_of_equal(params, tiling);
   if (status.ok()) {
     status = Shape::kListed ? launch_prepare_lists(params, stream) : launch_prepare(params, tiling, stream);
   }

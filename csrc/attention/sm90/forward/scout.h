@@ -31,10 +31,12 @@ class Scout {
       : params_(params), maps_(maps), boxes_(boxes), smem_(smem), lane_(lane) {}
 
   __device__ void work() {
-    ptx::wait_for_previous_kernel();
+    // Of equal sequences nothing is worked out: the kernel in front has only to open the counter.
+    const bool equal = Shape::kFeed == Feed::kEngine && has_equal_sequences(params_);
+    if (!equal) ptx::wait_for_previous_kernel();
     // Written by the kernel in front, so not through the cache for constants.
-    const int items = __ldcg(&params_.counters->items);
-    const int together = __ldcg(&params_.counters->together);
+    const int items = equal ? params_.equal.items : __ldcg(&params_.counters->items);
+    const int together = equal ? params_.equal.together : __ldcg(&params_.counters->together);
     // Where heads have lists of their own, work items are of one head.
     const bool of_heads = Shape::kListed && params_.lists.heads > 1;
     const int total = of_heads ? items : items * params_.num_kv_heads;
@@ -44,9 +46,6 @@ class Scout {
     Phases<Shape::kQueryStages> query_phases;
     int told = 0, stage = 0;
     for (int index = blockIdx.x;;) {
-      // On its way while this tile is looked at.
-      int taken = 0;
-      if (lane_ == 0) taken = ptx::fetch_and_increment(&params_.counters->taken);
       Told tile;
       tile.kv_head = -1;
       if (index >= total || find(index, items, together, num_seqs, window, tile)) {
@@ -65,7 +64,15 @@ class Scout {
         if (lane_ == 0) load_query(tile, stage);
         query_phases.advance(stage);
         stage = (stage + 1) % Shape::kQueryStages;
+        // What is taken waits for this CTA, while others may have nothing to do. Where queries of two tiles
+        // have room, it is taken when those of the tile before are gone.
+        if (Shape::kQueryStages > 1) {
+          ptx::mbarrier_wait(&smem_.queries.empty[stage][0], query_phases.empty(stage));
+        }
       }
+      if (equal) ptx::wait_for_previous_kernel();
+      int taken = 0;
+      if (lane_ == 0) taken = ptx::fetch_and_increment(&params_.counters->taken);
       index = gridDim.x + __shfl_sync(0xffffffff, taken, 0);
     }
   }
