@@ -38,6 +38,12 @@ __device__ __forceinline__ void store_with_policy(void* destination, uint4 v, ui
                : "memory");
 }
 
+// Leaves the L1 to what threads have no registers for.
+__device__ __forceinline__ void store_past_l1(void* destination, uint2 v) {
+  asm volatile("st.global.L1::no_allocate.v2.u32 [%0], {%1, %2};" ::"l"(destination), "r"(v.x), "r"(v.y)
+               : "memory");
+}
+
 // What nobody writes while the kernel runs, past the L1. Volatile, so that loads stay where they stand: far
 // ahead of what uses them.
 __device__ __forceinline__ uint4 load_16_bytes(const void* source) {

@@ -61,6 +61,11 @@ __device__ __forceinline__ float another(float x) {
   return x;
 }
 
+template <typename T>
+__device__ __forceinline__ T* another(T* x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
 __device__ __forceinline__ int another(int x) {
   asm volatile("" : "+r"(x));
   return x;

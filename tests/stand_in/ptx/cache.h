@@ -13,6 +13,8 @@ void store_with_policy(void* to, T v, uint64_t) {
   std::memcpy(to, &v, sizeof(T));
 }
 
+inline void store_past_l1(void* to, uint2 v) { store_with_policy(to, v, 0); }
+
 inline int load_int(const int* source) { return *source; }
 inline uint4 load_16_bytes(const void* source) {
   stand_in::expect_aligned("a load of 16 bytes", reinterpret_cast<uint64_t>(source), 16);

@@ -22,6 +22,10 @@ inline int block_x() { return static_cast<int>(blockIdx.x); }
 inline int block_z() { return static_cast<int>(blockIdx.z); }
 
 inline float another(float x) { return x; }
+template <typename T>
+T* another(T* x) {
+  return x;
+}
 
 template <int kCount>
 void raise_registers() {}

@@ -148,6 +148,7 @@ class Consumer {
         turns_.pass();
         finish_scores<1>();
         --key_;
+        leave_queries();
         fine = try_softmax();
         first = false;
       } while (fine && key_ > end);
@@ -202,8 +203,10 @@ class Consumer {
   }
 
   // With one tile's queries at a time, to the end: the next tile's come once this one's scores are done with
-  // theirs. That is waited for beside the last product, and the next tile's first runs beside the store.
+  // theirs. That is waited for beside the last exponentials and product, and the next tile's first product
+  // runs beside the store.
   __device__ __forceinline__ bool walk(float (&rescale)[kRowsPerThread]) {
+    leave_queries();
     while (true) {
       const Told& tile = smem_.tiles[told_];
       bool first = true;
@@ -219,12 +222,12 @@ class Consumer {
         ask_for_pairs(tile, key_ - 1);
         finish_scores<1>();
         --key_;
+        leave_queries();
         shape(tile);
         const bool moved = softmax(rescale);
         if (moved) multiply_rows(rO_, rescale);
         first = false;
       }
-      release(&smem_.queries.empty[query_stage_][0], thread_);
       advance(query_stage_, query_phases_);
       const int next = next_told(told_);
       prepare_values(tile);
@@ -245,11 +248,19 @@ class Consumer {
       store(tile, state_);
       finish_scores<0>();
       begin(smem_.tiles[next]);
+      leave_queries();
       shape(smem_.tiles[next]);
       redo_softmax(rescale);
       release(&smem_.told.empty[told_][0], thread_);
       told_ = next;
     }
+  }
+
+  // Where there is room for one tile's: as soon as its last scores are there.
+  __device__ __forceinline__ void leave_queries() {
+    if (kAhead) return;
+    __syncwarp();
+    if (thread_ % 32 == 0 && key_ == last_key_) ptx::mbarrier_arrive(&smem_.queries.empty[query_stage_][0]);
   }
 
   // Through a shuffle the compiler knows that a value is the warp's, and so is what hangs on it: loops,
@@ -398,21 +409,10 @@ class Consumer {
     advance(value_stage_, value_phases_);
   }
 
-  __device__ __forceinline__ void store(const Tile& tile, RowState state) {
-#pragma unroll
-    for (int i = 0; i < kRowsPerThread; ++i) {
-      state.sum[i] = quad_reduce(state.sum[i], [](float a, float b) { return a + b; });
-    }
-    RowEnds ends(state, factor_of(tile));
-    if constexpr (kScaledTiles) {
-      for (float& factor : ends.factor) factor *= tile.value_scale;
-    }
-    const int first_row = warpgroup_ * kFragmentRows;
-    if (tile.partial >= 0) {
-      store_partial<Shape>(params_, tile, rO_, ends, first_row, at_);
-    } else {
-      store_rows<Element, kForm>(params_, tile, rO_, ends, group_, first_row, at_);
-    }
+  __device__ __forceinline__ void store(const Tile& tile, const RowState& state) {
+    store_tile<Element, Shape, kForm>(params_, tile, rO_, state, factor_of(tile),
+                                      kScaledTiles ? tile.value_scale : 1.0f, group_,
+                                      warpgroup_ * kFragmentRows, at_);
   }
 
   const ForwardParams& params_;

@@ -7,6 +7,7 @@
 #include "attention/row_result.h"
 #include "attention/sm90/forward/documents.h"
 #include "attention/sm90/forward/smem_plan.h"
+#include "ptx/cache.h"
 #include "ptx/control.h"
 #include "sm90/fragment.h"
 #include "sm90/online_softmax.h"
@@ -33,16 +34,27 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, const
   }
 }
 
-// Of row i, columns [16 * step, 16 * (step + 1)), packed in pairs: `packed(left, right)` of the thread's own
-// two pairs, of which it sends one to the lane beside it. An even lane then has four neighbours of the first
-// eight columns, an odd one of the last.
-template <int kCount, typename Pack>
-__device__ __forceinline__ uint2 four_neighbours(const float (&d)[kCount], int i, int step, bool odd,
-                                                 Pack packed) {
-  const int r = step * 8 + i * 2;
-  const uint32_t first = packed(d[r], d[r + 1]), second = packed(d[r + 4], d[r + 5]);
-  const uint32_t got = __shfl_xor_sync(0xffffffff, odd ? first : second, 1);
-  return make_uint2(odd ? got : first, odd ? second : got);
+// Of row i, packed in pairs by `packed(left, right)`: a thread sends one of its own two pairs of 16 columns
+// to the lane beside it, and is sent one. An even lane then has four neighbours of the first eight columns,
+// an odd one of the last: write(step, them). Some steps at a time: one by one, each exchange would be waited
+// for.
+template <int kSteps, int kCount, typename Pack, typename Write>
+__device__ __forceinline__ void exchange_pairs(const float (&d)[kCount], int i, int first, bool odd,
+                                               Pack packed, Write write) {
+  uint32_t kept[kSteps], got[kSteps];
+#pragma unroll
+  for (int j = 0; j < kSteps; ++j) {
+    if (first + j >= kCount / 8) break;
+    const int r = (first + j) * 8 + i * 2;
+    const uint32_t left = packed(d[r], d[r + 1]), right = packed(d[r + 4], d[r + 5]);
+    kept[j] = odd ? right : left;
+    got[j] = __shfl_xor_sync(0xffffffff, odd ? left : right, 1);
+  }
+#pragma unroll
+  for (int j = 0; j < kSteps; ++j) {
+    if (first + j >= kCount / 8) break;
+    write(first + j, make_uint2(odd ? got[j] : kept[j], odd ? kept[j] : got[j]));
+  }
 }
 
 // A quad writes 32 bytes of a row at a time: with one exchange, little code and few steps that wait for each
@@ -72,22 +84,28 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params, const Ti
       lse = beside_sink(lse, sink);
     }
     const int64_t place = tile_place + query * params.out_strides.token + head * params.out_strides.head;
-    auto* const out = static_cast<uint16_t*>(params.out) + place;
+    auto* const out = ptx::another(static_cast<uint16_t*>(params.out) + place);
     const int columns = answered ? params.value_dim - column : 0;  // from the thread's first on
+    const auto round = [&](float left, float right) { return Traits::pack(left * factor, right * factor); };
+    const auto write = [&](int step, uint2 v) {
+      if (step * 16 < columns) ptx::store_past_l1(out + step * 16, v);
+    };
+    if (kForm != Form::kFull || params.low == nullptr) {
 #pragma unroll
-    for (int step = 0; step < kCount / 8; ++step) {
-      const uint2 v = four_neighbours(rO, i, step, odd, [&](float left, float right) {
-        return Traits::pack(left * factor, right * factor);
-      });
-      if (step * 16 < columns) *reinterpret_cast<uint2*>(out + step * 16) = v;
-      if (kForm == Form::kFull && params.low != nullptr) {
+      for (int step = 0; step < kCount / 8; step += 4) exchange_pairs<4>(rO, i, step, odd, round, write);
+    } else {
+      auto* const low = static_cast<uint8_t*>(params.low) + place;
+#pragma unroll
+      for (int step = 0; step < kCount / 8; ++step) {
+        exchange_pairs<1>(rO, i, step, odd, round, write);
         // Products with it are made again, and take no registers.
         const float again = ptx::another(factor);
-        const uint2 bits = four_neighbours(rO, i, step, odd, [&](float left, float right) {
-          return lower_pair<Element>(left * again, right * again);
-        });
-        auto* const low = static_cast<uint8_t*>(params.low) + place;
-        if (step * 16 < columns) *reinterpret_cast<uint32_t*>(low + step * 16) = bits.x | bits.y << 16;
+        exchange_pairs<1>(
+            rO, i, step, odd,
+            [&](float left, float right) { return lower_pair<Element>(left * again, right * again); },
+            [&](int step, uint2 v) {
+              if (step * 16 < columns) *reinterpret_cast<uint32_t*>(low + step * 16) = v.x | v.y << 16;
+            });
       }
     }
     if (answered && at.in_quad == 0) {
@@ -98,6 +116,24 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params, const Ti
         params.lse[lse_place] = log_sum_exp(params, lse);
       }
     }
+  }
+}
+
+// A math warpgroup's rows, whose logits in base 2 are scores times `factor`; `scale` is of the values.
+template <typename Element, typename Shape, Form kForm, int kCount>
+__device__ __forceinline__ void store_tile(const ForwardParams& params, const Tile& tile,
+                                           const float (&rO)[kCount], RowState state, float factor,
+                                           float scale, const Group& group, int first_row,
+                                           const FragmentPosition& at) {
+#pragma unroll
+  for (float& sum : state.sum) sum = quad_reduce(sum, [](float a, float b) { return a + b; });
+  RowEnds ends(state, factor);
+#pragma unroll
+  for (float& each : ends.factor) each *= scale;
+  if (tile.partial >= 0) {
+    store_partial<Shape>(params, tile, rO, ends, first_row, at);
+  } else {
+    store_rows<Element, kForm>(params, tile, rO, ends, group, first_row, at);
   }
 }
 
