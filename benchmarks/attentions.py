@@ -5,12 +5,12 @@ All are causal, of [rows, length, heads, dim], and take `decoder.Documents`.
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from baselines import dew
 from decoder import NAME, Attend, Documents
 from jax.ad_checkpoint import checkpoint_name
 
@@ -95,9 +95,7 @@ def padded_cudnn(
 def packed_fa3(
     longest: int, query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents
 ) -> jax.Array:
-    flat = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
-    attend = importlib.import_module("dew_flash_attn").flash_mha_varlen
-    return attend(*flat, cu_lens(documents), longest, is_causal=True).reshape(query.shape)
+    return dew.packed(query, key, value, cu_lens(documents), longest, is_causal=True)
 
 
 def masked(

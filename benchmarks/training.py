@@ -18,6 +18,8 @@ round by round, each second round in reverse; what is printed is the median, wit
 of each round's ratio to the first attention. Clocks are read while a step runs. `--losses` fails (exit status 1) where
 two attentions with one seed are further apart than two seeds with one attention. Memory is what XLA plans for a step:
 weights, moments, and all that lives at once.
+
+BENCH_PEERS names folders where FlashAttention-3 for JAX (fa3) is looked for, too: package dew_flash_attn.
 """
 
 import argparse
@@ -32,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import attentions
+import baselines
 import decoder
 import jax
 import jax.numpy as jnp
@@ -376,6 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.draw:
         losses.draw(options.draw.with_suffix(".png"), losses.load(options.draw), str(options.draw))
         return 0
+    baselines.search_folders()
     sizes = options.sizes
     batches = decoder.batches(options.steps, sizes, 0, equal=options.equal)
     longest = max(int(batch.documents.sizes.max()) for batch in batches)

@@ -326,7 +326,7 @@ def dew_package():
 
     def of_one(row, options):
         query, *_ = tensors = [torch.from_numpy(np.array(x, np.float32)) for x in row]
-        (left, _), causal = options["window_size"], options["is_causal"]
+        (left, _), causal = options.get("window_size", (-1, -1)), options["is_causal"]
         return attention(*tensors, query.shape[-1] ** -0.5, causal, left).numpy().astype(row[0].dtype)
 
     def flash_mha(query, key, value, **options):

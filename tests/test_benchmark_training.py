@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import losses
 import numpy as np
+import peer_stand_ins
 import pytest
 import training
 
@@ -45,6 +46,13 @@ def on_cudnn():
         for key, heads in zip(jax.random.split(jax.random.key(1), 3), (2, 1, 1), strict=True)
     ]
     return batch.documents, arrays, attentions.masked(None, *arrays, batch.documents)
+
+
+def test_documents_of_fa3(monkeypatch):
+    documents, arrays, expected = on_cudnn()
+    monkeypatch.setitem(sys.modules, "dew_flash_attn", peer_stand_ins.dew_package())
+    got = attentions.packed_fa3(int(documents.sizes.max()), *arrays, documents)
+    np.testing.assert_allclose(np.float32(got), np.float32(expected), atol=2e-2)
 
 
 def test_documents_padded_to_rows_come_back(monkeypatch):

@@ -29,20 +29,25 @@ def supports(case: Any) -> str | None:
     return baselines.other_values(case) or baselines.plain_only(case, but=("sliding_window", "documents"))
 
 
+def packed(
+    query: jax.Array, key: jax.Array, value: jax.Array, starts: jax.Array, longest: int, **options: Any
+) -> jax.Array:
+    """Attention of documents that lie end to end in the rows of [rows, tokens, heads, dim], where each begins and the
+    last one ends: by its varlen function."""
+    flat = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
+    attend = importlib.import_module(MODULE).flash_mha_varlen
+    return attend(*flat, starts, longest, **options).reshape(query.shape)
+
+
 def attend(case: Any) -> Any:
-    package = importlib.import_module(MODULE)
     options = dict(is_causal=case.causal, window_size=baselines.window(case))
 
-    def whole(query, key, value):
-        out = package.flash_mha(query, key, value, **options)
+    def call(query, key, value):
+        if case.documents:
+            starts = jnp.array([0, *itertools.accumulate(case.documents * case.batch)], jnp.int32)
+            out = packed(query, key, value, starts, max(case.documents), **options)
+        else:
+            out = importlib.import_module(MODULE).flash_mha(query, key, value, **options)
         return out, out
 
-    def packed(query, key, value):
-        """Every row's documents, end to end."""
-        ends = itertools.accumulate(case.documents * case.batch)
-        starts = jnp.array([0, *ends], jnp.int32)
-        flat = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
-        out = package.flash_mha_varlen(*flat, starts, max(case.documents), **options).reshape(query.shape)
-        return out, out
-
-    return packed if case.documents else whole
+    return call
