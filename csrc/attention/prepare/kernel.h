@@ -172,8 +172,7 @@ __device__ __forceinline__ void prepare(const ForwardParams& params, const Tilin
       }
       __syncthreads();
       most = max(keys_of(bucket_of(scratch.longest)), 1);
-      together = together_of(params, params.num_kv_heads, scratch.keys, scratch.work,
-                             int64_t{2} * most * tiling.ctas);
+      together = together_of(params, params.num_kv_heads, scratch.keys, scratch.work, most, tiling.ctas);
       const int parts = params.max_partials > 0 ? least_cost_parts(params, scratch, most, tiling.ctas) : 1;
       if (parts > 1) {
         longest = ceil_div(most, parts);
